@@ -1,0 +1,337 @@
+"""The one description of a run: every section, every key, its type, its legal values and its help text.
+
+Help on the command line, `fivefold config explain KEY` and docs/reference.md are all printed from here.
+"""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections: immutable, keys by name only, unknown keys refused."""
+
+
+class RopeScaling(Section):
+    """Stretching of rotary frequencies for contexts longer than the model was first trained on (Llama 3)."""
+
+    factor: Annotated[float, Meta(ge=1.0, description="How much longer low frequencies are stretched.")] = 8.0
+    low_freq_factor: Annotated[
+        float, Meta(gt=0.0, description="Wavelengths above original_context / this are stretched fully.")
+    ] = 1.0
+    high_freq_factor: Annotated[
+        float, Meta(gt=0.0, description="Wavelengths below original_context / this are left alone.")
+    ] = 4.0
+    original_context: Annotated[
+        int, Meta(ge=1, description="Sequence length the model was first trained on, in tokens.")
+    ] = 8192
+
+
+class Experts(Section):
+    """Mixture of experts. `count = 0` is a dense model."""
+
+    count: Annotated[int, Meta(ge=0, description="Routed experts per layer; 0 = dense.")] = 0
+    top_k: Annotated[int, Meta(ge=1, description="Experts each token is sent to.")] = 2
+    ffn: Annotated[int, Meta(ge=0, description="Feed-forward width of one routed expert.")] = 0
+    shared_ffn: Annotated[
+        int, Meta(ge=0, description="Total feed-forward width of the shared experts; 0 = none.")
+    ] = 0
+    shared_gate: Annotated[bool, Meta(description="A sigmoid gate scales the shared experts' output.")] = (
+        False
+    )
+    dense_layers: Annotated[
+        int, Meta(ge=0, description="First layers that keep a dense feed-forward (DeepSeek).")
+    ] = 0
+    router: Annotated[
+        Literal["softmax", "sigmoid"], Meta(description="How router scores become probabilities.")
+    ] = "softmax"
+    router_bias: Annotated[
+        bool,
+        Meta(description="Selection bias per expert, balanced without a loss (not a trained parameter)."),
+    ] = False
+    normalize_top_k: Annotated[
+        bool, Meta(description="Probabilities of the chosen experts are renormalised to sum to one.")
+    ] = True
+    scale: Annotated[float, Meta(gt=0.0, description="Factor on the routed experts' output.")] = 1.0
+    groups: Annotated[int, Meta(ge=1, description="Expert groups for device-limited routing (DeepSeek).")] = 1
+    top_groups: Annotated[int, Meta(ge=1, description="Groups a token may choose experts from.")] = 1
+    auxiliary_loss: Annotated[
+        float, Meta(ge=0.0, description="Coefficient of the load-balancing loss, per sequence.")
+    ] = 0.0
+    bias_update_rate: Annotated[
+        float, Meta(ge=0.0, description="Step of the selection bias per optimizer step.")
+    ] = 0.0
+
+
+class LatentAttention(Section):
+    """DeepSeek's multi-head latent attention. `kv_rank = 0` is ordinary attention."""
+
+    q_rank: Annotated[int, Meta(ge=0, description="Rank of the query compression; 0 = none.")] = 0
+    kv_rank: Annotated[int, Meta(ge=0, description="Rank of the key/value compression; 0 = not latent.")] = 0
+    nope_dim: Annotated[int, Meta(ge=0, description="Head width without rotary positions.")] = 0
+    rope_dim: Annotated[int, Meta(ge=0, description="Head width with rotary positions.")] = 0
+    value_dim: Annotated[int, Meta(ge=0, description="Head width of the values.")] = 0
+
+
+class Model(Section):
+    """The decoder. A preset or a Hugging Face config.json gives the sizes; single keys override them."""
+
+    preset: Annotated[str, Meta(description="Name of a model preset (`fivefold config presets`).")] = ""
+    path: Annotated[str, Meta(description="A Hugging Face config.json, or the directory that holds one.")] = (
+        ""
+    )
+    layers: Annotated[int, Meta(ge=1, description="Decoder layers.")] = 4
+    hidden: Annotated[int, Meta(ge=1, description="Width of the residual stream.")] = 256
+    heads: Annotated[int, Meta(ge=1, description="Query heads.")] = 8
+    kv_heads: Annotated[int, Meta(ge=0, description="Key/value heads; 0 = as many as query heads.")] = 0
+    head_dim: Annotated[int, Meta(ge=0, description="Width of a head; 0 = hidden / heads.")] = 0
+    ffn: Annotated[int, Meta(ge=0, description="Feed-forward width of a dense layer.")] = 688
+    vocab: Annotated[int, Meta(ge=2, description="Vocabulary size, never padded outside the run.")] = 4096
+    max_positions: Annotated[
+        int, Meta(ge=1, description="Longest sequence; rows of a learned position table.")
+    ] = 131072
+    tied: Annotated[bool, Meta(description="The output head is the embedding table.")] = False
+    activation: Annotated[
+        Literal["swiglu", "gelu", "gelu_tanh"], Meta(description="Feed-forward nonlinearity.")
+    ] = "swiglu"
+    norm: Annotated[Literal["rmsnorm", "layernorm"], Meta(description="Normalisation.")] = "rmsnorm"
+    norm_eps: Annotated[float, Meta(gt=0.0, description="Added to the variance in every norm.")] = 1e-5
+    qkv_bias: Annotated[bool, Meta(description="Biases on the query, key and value projections.")] = False
+    output_bias: Annotated[
+        bool, Meta(description="Biases on the attention output and feed-forward projections.")
+    ] = False
+    qk_norm: Annotated[bool, Meta(description="RMSNorm on each head's queries and keys (Qwen3).")] = False
+    embedding_norm: Annotated[bool, Meta(description="A norm right after the embedding (BLOOM).")] = False
+    positions: Annotated[Literal["rotary", "learned", "alibi"], Meta(description="How positions enter.")] = (
+        "rotary"
+    )
+    rope_theta: Annotated[float, Meta(gt=0.0, description="Base of the rotary frequencies.")] = 10000.0
+    rope_scaling: Annotated[
+        RopeScaling | None, Meta(description="Llama-3 frequency scaling; absent = none.")
+    ] = None
+    experts: Annotated[Experts, Meta(description="Mixture of experts.")] = Experts()
+    latent: Annotated[LatentAttention, Meta(description="Latent attention.")] = LatentAttention()
+    dropout: Annotated[
+        float, Meta(ge=0.0, lt=1.0, description="On embedding and residual branches, never on attention.")
+    ] = 0.0
+    init_std: Annotated[
+        float, Meta(gt=0.0, description="Standard deviation of initial weights (GPT-2, Llama: 0.02).")
+    ] = 0.02
+
+
+class Cluster(Section):
+    """What the run is planned for. Training itself does not read it."""
+
+    preset: Annotated[str, Meta(description='Nodes, GPUs a node and kind, e.g. "16x8 h100".')] = ""
+    path: Annotated[str, Meta(description="A cluster file, e.g. one written by calibration.")] = ""
+
+
+class Parallel(Section):
+    """The layout. Axes outermost first: pp, dp_replicate, dp_shard, cp, tp; ep re-uses dp_shard × cp."""
+
+    pp: Annotated[int, Meta(ge=-1, description="Pipeline-parallel degree.")] = 1
+    dp_replicate: Annotated[
+        int, Meta(ge=-1, description="Data-parallel replicas that hold the same shards.")
+    ] = 1
+    dp_shard: Annotated[
+        int, Meta(ge=-1, description="Data-parallel ranks that `zero` splits state over; -1 = all left.")
+    ] = -1
+    cp: Annotated[int, Meta(ge=-1, description="Context-parallel degree (splits the sequence).")] = 1
+    tp: Annotated[int, Meta(ge=-1, description="Tensor-parallel degree (innermost: inside a node).")] = 1
+    ep: Annotated[
+        int, Meta(ge=1, description="Expert-parallel degree; takes no ranks, divides dp_shard × cp.")
+    ] = 1
+    zero: Annotated[
+        Literal[0, 1, 2, 3],
+        Meta(description="Split over dp_shard × cp: 0 nothing, 1 optimizer, 2 + gradients, 3 + parameters."),
+    ] = 0
+    sequence_parallel: Annotated[
+        bool, Meta(description="Split activations between tensor-parallel regions along the sequence.")
+    ] = False
+    context: Annotated[
+        Literal["ring", "ulysses"],
+        Meta(description="Context parallel by ring attention or by all-to-all over heads."),
+    ] = "ring"
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "dualpipev"],
+        Meta(description="Pipeline schedule."),
+    ] = "1f1b"
+    chunks: Annotated[int, Meta(ge=1, description="Model chunks (stages) per pipeline rank.")] = 1
+    recompute: Annotated[
+        Literal["none", "attention", "elementwise", "full"],
+        Meta(description="What backward recomputes (elementwise: matmul outputs are kept)."),
+    ] = "none"
+    backend: Annotated[
+        Literal["default", "gloo", "shm", "nccl"],
+        Meta(description="Collective backend; default = gloo on CPUs, nccl on NVIDIA GPUs."),
+    ] = "default"
+
+
+class Batch(Section):
+    """Give the global batch and the micro-batch; accumulation is derived and printed with its reason."""
+
+    global_batch: Annotated[int, Meta(ge=0, description="Sequences per optimizer step, over all ranks.")] = 0
+    global_batch_tokens: Annotated[
+        int, Meta(ge=0, description="The same in tokens: a multiple of sequence_length. Give one of the two.")
+    ] = 0
+    micro_batch: Annotated[
+        int, Meta(ge=1, description="Sequences in one forward and backward of one replica.")
+    ] = 1
+    sequence_length: Annotated[int, Meta(ge=1, description="Tokens per sequence.")] = 512
+
+
+class Precision(Section):
+    """Numbers the model computes in. Master weights and reductions are float32 (float64 under float64)."""
+
+    dtype: Annotated[
+        Literal["float64", "float32", "bf16", "fp16"], Meta(description="Compute type of the forward pass.")
+    ] = "float32"
+    max_skips: Annotated[
+        int,
+        Meta(ge=0, description="Steps in a row that may be skipped for a non-finite gradient before a stop."),
+    ] = 3
+
+
+class Optimizer(Section):
+    """The update rule."""
+
+    name: Annotated[Literal["adamw", "sgd"], Meta(description="AdamW (fused) or SGD with momentum.")] = (
+        "adamw"
+    )
+    lr: Annotated[float, Meta(gt=0.0, description="Peak learning rate at the reference batch.")] = 3e-4
+    lr_scaling: Annotated[
+        Literal["none", "linear", "sqrt"],
+        Meta(description="How lr follows the batch: linear for SGD (Goyal 2017), sqrt for adaptive methods."),
+    ] = "none"
+    lr_reference_batch: Annotated[
+        int, Meta(ge=0, description="Global batch, in sequences, that `lr` was tuned at; 0 = this run's.")
+    ] = 0
+    betas: Annotated[tuple[float, float], Meta(description="AdamW's decay rates.")] = (0.9, 0.95)
+    eps: Annotated[float, Meta(gt=0.0, description="AdamW's denominator offset.")] = 1e-8
+    momentum: Annotated[float, Meta(ge=0.0, lt=1.0, description="SGD's momentum.")] = 0.9
+    weight_decay: Annotated[float, Meta(ge=0.0, description="Decoupled decay of decayed parameters.")] = 0.1
+    no_decay: Annotated[
+        tuple[str, ...], Meta(description="Roles of parameters without decay (see `spec.parameters`).")
+    ] = ("norm", "bias", "embedding")
+    clip: Annotated[
+        float, Meta(ge=0.0, description="Largest norm of the whole gradient; 0 = no clipping.")
+    ] = 1.0
+
+
+class Schedule(Section):
+    """Learning rate as a function of consumed tokens."""
+
+    kind: Annotated[
+        Literal["constant", "cosine", "linear", "wsd"],
+        Meta(description="Shape after warmup; wsd = warmup, stable, decay."),
+    ] = "cosine"
+    warmup_tokens: Annotated[int, Meta(ge=0, description="Linear warmup, in tokens; never rescaled.")] = 0
+    warmup_steps: Annotated[
+        int,
+        Meta(ge=0, description="Linear warmup, in steps at the reference batch B_ref: steps·B_ref/B here."),
+    ] = 0
+    decay_fraction: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="wsd: last part of the run in which lr falls.")
+    ] = 0.2
+    min_lr_fraction: Annotated[
+        float, Meta(ge=0.0, le=1.0, description="Final learning rate as a part of the peak.")
+    ] = 0.1
+
+
+class Data(Section):
+    """Where text comes from. Tokenized once into memory-mapped shards that later runs re-use."""
+
+    path: Annotated[
+        str,
+        Meta(description='A text file, a directory of them, or "python:stdlib" (this Python\'s own source).'),
+    ] = "python:stdlib"
+    tokenizer: Annotated[
+        str,
+        Meta(description="A tokenizer.json; empty = train a byte-pair tokenizer of model.vocab on the data."),
+    ] = ""
+    cache_dir: Annotated[
+        str, Meta(description="Where tokenizers and token shards are kept; shared by all ranks.")
+    ] = "runs/data"
+    document_mask: Annotated[
+        bool,
+        Meta(description="Packed documents do not attend, and nothing is predicted, across their boundary."),
+    ] = True
+    validation_fraction: Annotated[
+        float, Meta(ge=0.0, lt=1.0, description="Part of the samples held out for evaluation.")
+    ] = 0.01
+
+
+class Run(Section):
+    """One run: how long, where, from which seed, on how many local ranks."""
+
+    name: Annotated[str, Meta(description="Name of the run; empty = name of the config file.")] = ""
+    dir: Annotated[str, Meta(description="Run directory; empty = runs/NAME.")] = ""
+    steps: Annotated[int, Meta(ge=1, description="Optimizer steps.")] = 100
+    seed: Annotated[int, Meta(ge=0, description="Seed of weights, data order and dropout.")] = 0
+    ranks: Annotated[
+        int,
+        Meta(ge=0, description="Local ranks to start; 0 = what the layout needs. Ignored under a launcher."),
+    ] = 0
+    eval_every: Annotated[int, Meta(ge=0, description="Steps between evaluations; 0 = only at the end.")] = 0
+    eval_batches: Annotated[
+        int, Meta(ge=1, description="Global batches of held-out samples per evaluation, at most.")
+    ] = 4
+    sample_tokens: Annotated[
+        int, Meta(ge=0, description="Tokens of sample text written at the end of the run; 0 = none.")
+    ] = 0
+    timeout_seconds: Annotated[
+        float, Meta(gt=0.0, description="A collective that takes longer is an error.")
+    ] = 300.0
+
+
+class Checkpoint(Section):
+    """Saved state: model, optimizer, schedule, sample counter, config. Loads into any layout."""
+
+    every: Annotated[int, Meta(ge=0, description="Steps between checkpoints; 0 = only at the end.")] = 0
+    keep_last: Annotated[int, Meta(ge=1, description="Newest checkpoints kept.")] = 2
+    keep_every: Annotated[
+        int, Meta(ge=0, description="Steps whose multiples are kept for good; 0 = none.")
+    ] = 0
+    asynchronous: Annotated[bool, Meta(description="Write while training goes on.")] = True
+
+
+class Log(Section):
+    """What is shown and recorded. metrics.jsonl is always written."""
+
+    every: Annotated[int, Meta(ge=1, description="Steps between printed lines when not on a terminal.")] = 10
+    sinks: Annotated[
+        tuple[Literal["tensorboard", "wandb"], ...], Meta(description="Further metric sinks (extras).")
+    ] = ()
+
+
+class Machine(Section):
+    """Choices made by measurement on rank 0 at the first start, kept here and re-used on resume."""
+
+    matmul: Annotated[
+        Literal["measure", "highest", "high", "medium"],
+        Meta(description="float32 matmul precision handed to torch; measure = fastest with float32's error."),
+    ] = "measure"
+    malloc: Annotated[
+        Literal["measure", "default", "keep"],
+        Meta(description="keep = glibc keeps freed activations instead of returning them to the kernel."),
+    ] = "measure"
+    peak_flops: Annotated[
+        float, Meta(ge=0.0, description="FLOP/s of one rank that MFU is stated against; 0 = measure.")
+    ] = 0.0
+
+
+class Config(Section):
+    """One training run, described once."""
+
+    model: Model = Model()
+    cluster: Cluster = Cluster()
+    parallel: Parallel = Parallel()
+    batch: Batch = Batch()
+    precision: Precision = Precision()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    data: Data = Data()
+    run: Run = Run()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
+    machine: Machine = Machine()
