@@ -1,0 +1,246 @@
+"""Pipeline schedules as data: for every rank, the ordered list of what it computes.
+
+The lists are those of `torch.distributed.pipelining` (2.13), so that what the planner simulates is what the
+trainer runs; a test compares them action by action. Sources: GPipe (Huang 2019), 1F1B (Narayanan 2019),
+interleaved 1F1B (Narayanan 2021), zero bubble ZB-H1 and ZB-V (Qi 2023, 2024), DualPipeV (DeepSeek, 2025).
+"""
+
+from enum import IntEnum
+from typing import Literal, NamedTuple
+
+Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "dualpipev"]
+
+SPLITS_BACKWARD: frozenset[Name] = frozenset({"zb_h1", "interleaved_zb", "zbv", "dualpipev"})
+V_SHAPED: frozenset[Name] = frozenset({"zbv", "dualpipev"})
+
+
+class Kind(IntEnum):
+    """What one action computes for one micro-batch on one stage."""
+
+    FORWARD = 0
+    INPUT_GRAD = 1
+    WEIGHT_GRAD = 2
+    BACKWARD = 3  # both gradients at once
+
+
+class Action(NamedTuple):
+    """One piece of work of one rank; `stage` counts over the whole model, 0 … ranks·chunks − 1.
+
+    `joined` to the next action (DualPipeV's overlapped pairs): the two run as one, and their results leave
+    together when both are done.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    joined: bool = False
+
+
+def chunks_of(name: Name, chunks: int) -> int:
+    """Stages per rank: the schedule's own number where it has one (1, or 2 for the V shapes)."""
+    if name in V_SHAPED:
+        return 2
+    return chunks if name in ("interleaved", "interleaved_zb") else 1
+
+
+def rank_of_stage(name: Name, stage: int, ranks: int) -> int:
+    """The pipeline rank that holds a stage: round robin, or down and up again for the V shapes."""
+    if name in V_SHAPED and stage >= ranks:
+        return 2 * ranks - 1 - stage
+    return stage % ranks
+
+
+def stages_of_rank(name: Name, rank: int, ranks: int, chunks: int) -> tuple[int, ...]:
+    """The stages one rank holds, in the order of the model."""
+    return tuple(
+        stage for stage in range(ranks * chunks_of(name, chunks)) if rank_of_stage(name, stage, ranks) == rank
+    )
+
+
+def is_legal(name: Name, ranks: int, microbatches: int) -> bool:
+    """Whether the schedule exists for that number of micro-batches.
+
+    Interleaved and zero-bubble schedules work in rounds of equal size, m divisible by max(1, m // ranks);
+    DualPipeV fills both directions, m ≥ 2·ranks. The rest accept every m (1F1B with m < ranks is GPipe).
+    """
+    if microbatches < 1:
+        return False
+    if name in ("interleaved", "interleaved_zb", "zb_h1"):
+        return microbatches % max(1, microbatches // ranks) == 0
+    return name != "dualpipev" or microbatches >= 2 * ranks
+
+
+def nearest_legal(name: Name, ranks: int, microbatches: int) -> tuple[int, ...]:
+    """The legal numbers of micro-batches next below and next above (itself alone when legal)."""
+    if is_legal(name, ranks, microbatches):
+        return (microbatches,)
+    below = next((m for m in range(microbatches - 1, 0, -1) if is_legal(name, ranks, m)), None)
+    above = microbatches + 1
+    while not is_legal(name, ranks, above):
+        above += 1
+    return (above,) if below is None else (below, above)
+
+
+def actions(name: Name, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
+    """The ordered work of every rank. Raises ValueError with the nearest legal values."""
+    if not is_legal(name, ranks, microbatches):
+        legal = " or ".join(str(m) for m in nearest_legal(name, ranks, microbatches))
+        raise ValueError(
+            f"schedule {name} on {ranks} pipeline ranks cannot run {microbatches} micro-batches; "
+            f"nearest legal: {legal}"
+        )
+    return [_rank_actions(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
+
+
+def _rank_actions(name: Name, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+    if name == "gpipe":
+        return [Action(Kind.FORWARD, rank, m) for m in range(microbatches)] + [
+            Action(Kind.BACKWARD, rank, m) for m in range(microbatches)
+        ]
+    if name == "1f1b":
+        return _one_f_one_b(rank, ranks, microbatches)
+    if name in ("interleaved", "zb_h1", "interleaved_zb"):
+        return _in_rounds(rank, ranks, microbatches, chunks_of(name, chunks), name != "interleaved")
+    if name == "zbv":
+        return _zbv(rank, ranks, microbatches)
+    return _dualpipev(rank, ranks, microbatches)
+
+
+def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """Warm up with as many forwards as ranks follow, then alternate, then drain."""
+    warmup = min(ranks - 1 - rank, microbatches)
+    work = [Action(Kind.FORWARD, rank, m) for m in range(warmup)]
+    for m in range(microbatches - warmup):
+        work += [Action(Kind.FORWARD, rank, warmup + m), Action(Kind.BACKWARD, rank, m)]
+    work += [Action(Kind.BACKWARD, rank, m) for m in range(microbatches - warmup, microbatches)]
+    return work
+
+
+class _Counter:
+    """Numbers the micro-batches of each (kind, stage) in the order they are asked for."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[Kind, int], int] = {}
+
+    def next(self, kind: Kind, stage: int) -> Action:
+        number = self.seen.get((kind, stage), 0)
+        self.seen[kind, stage] = number + 1
+        return Action(kind, stage, number)
+
+
+def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, split: bool) -> list[Action]:
+    """Interleaved 1F1B and, with the backward split, ZB-H1 (one chunk) and interleaved zero bubble.
+
+    Chunks take turns every `per_round` micro-batches. With the split, a rank's weight gradients lag its input
+    gradients by `rank` actions: that lag fills the bubble.
+    """
+    per_round = microbatches // max(1, microbatches // ranks)
+    total = microbatches * chunks
+    hop = 1 if split else 2  # forwards in flight per hop to the last rank
+    warmup = min((chunks - 1) * per_round + hop * (ranks - 1 - rank), total)
+    count = _Counter()
+
+    def backward(step: int, kind: Kind) -> Action:
+        return count.next(kind, (chunks - 1 - step // per_round % chunks) * ranks + rank)
+
+    work: list[Action] = []
+    weights_done = 0
+    for step in range(total + warmup):
+        if step < total:
+            work.append(count.next(Kind.FORWARD, step // per_round % chunks * ranks + rank))
+        if step >= warmup:
+            done = step - warmup
+            work.append(backward(done, Kind.INPUT_GRAD if split else Kind.BACKWARD))
+            if split and done >= rank:
+                work.append(backward(weights_done, Kind.WEIGHT_GRAD))
+                weights_done += 1
+    if split:
+        work += [backward(step, Kind.WEIGHT_GRAD) for step in range(weights_done, total)]
+    return work
+
+
+def _zbv(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """ZB-V: two chunks down and up the ranks; written for m ≥ 2·ranks − 1 and cut to fewer."""
+    down, up = rank, 2 * ranks - 1 - rank
+    steps = max(2 * ranks - 1, microbatches)
+    count = _Counter()
+    work: list[Action] = []
+
+    def do(stage: int, *kinds: Kind) -> None:
+        work.extend(count.next(kind, stage) for kind in kinds)
+
+    f, b, w = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+    for _ in range(2 * (ranks - rank) - 1):
+        do(down, f)
+    for _ in range(rank):
+        do(up, f)
+        do(down, f)
+    for _ in range(ranks - rank):
+        do(up, f, b, w)
+    done = count.seen
+    while done[f, up] < done[f, down] or done[f, down] < steps:
+        if done[f, down] < steps:
+            do(down, f)
+        do(down, b, w)
+        do(up, f, b, w)
+    for _ in range(rank):
+        do(down, b)
+        do(up, b)
+    for _ in range(ranks - rank):
+        do(down, b, w)
+    while done[w, up] < done[b, up]:
+        do(up, w)
+    while done[w, down] < done[b, down]:
+        do(down, w)
+    return [action for action in work if action.microbatch < microbatches]
+
+
+def _dualpipev(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """DualPipeV's eight steps; its overlapped pairs are listed forward first, joined to the backward."""
+    down, up = rank, 2 * ranks - 1 - rank
+    count = _Counter()
+    work: list[Action] = []
+    pending: list[Action] = []  # weight gradients whose input gradient is done
+    behind = ranks - rank - 1
+
+    def forward(stage: int, joined: bool = False) -> None:
+        work.append(count.next(Kind.FORWARD, stage)._replace(joined=joined))
+
+    def backward(stage: int, split: bool = False) -> None:
+        m = count.next(Kind.INPUT_GRAD, stage).microbatch
+        work.append(Action(Kind.INPUT_GRAD if split else Kind.BACKWARD, stage, m))
+        if split:
+            pending.append(Action(Kind.WEIGHT_GRAD, stage, m))
+
+    def weight() -> None:
+        if pending:
+            work.append(pending.pop(0))
+
+    for _ in range(2 * behind):
+        forward(down)
+    for _ in range(rank + 1):
+        forward(down)
+        forward(up)
+    for _ in range(behind):
+        backward(up, split=True)
+        weight()
+        forward(up)
+    for i in range(microbatches - 2 * ranks + rank + 1):
+        forward(down, joined=i > 0 or behind > 0)
+        backward(up)
+        forward(up, joined=True)
+        backward(down)
+    for _ in range(behind):
+        backward(up)
+        forward(up, joined=True)
+        backward(down)
+    half = (rank + 1) // 2
+    for i in range(rank + 1):  # the second half uses zero bubble
+        backward(up, split=i > half or (i == half and rank % 2 == 1))
+        backward(down, split=i >= half)
+    for _ in range(behind):
+        weight()
+        backward(down, split=True)
+    for _ in range(rank + 1):
+        weight()
+    return work
