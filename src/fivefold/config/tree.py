@@ -6,13 +6,14 @@ Help on the command line, `fivefold config explain KEY` and docs/reference.md ar
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections: immutable, keys by name only, unknown keys refused."""
 
 
-class RopeScaling(Section):
+class RopeScaling(Section, frozen=True):
     """Stretching of rotary frequencies for contexts longer than the model was first trained on (Llama 3)."""
 
     factor: Annotated[float, Meta(ge=1.0, description="How much longer low frequencies are stretched.")] = 8.0
@@ -27,7 +28,7 @@ class RopeScaling(Section):
     ] = 8192
 
 
-class Experts(Section):
+class Experts(Section, frozen=True):
     """Mixture of experts. `count = 0` is a dense model."""
 
     count: Annotated[int, Meta(ge=0, description="Routed experts per layer; 0 = dense.")] = 0
@@ -63,7 +64,7 @@ class Experts(Section):
     ] = 0.0
 
 
-class LatentAttention(Section):
+class LatentAttention(Section, frozen=True):
     """DeepSeek's multi-head latent attention. `kv_rank = 0` is ordinary attention."""
 
     q_rank: Annotated[int, Meta(ge=0, description="Rank of the query compression; 0 = none.")] = 0
@@ -73,13 +74,10 @@ class LatentAttention(Section):
     value_dim: Annotated[int, Meta(ge=0, description="Head width of the values.")] = 0
 
 
-class Model(Section):
-    """The decoder. A preset or a Hugging Face config.json gives the sizes; single keys override them."""
+class Model(Section, frozen=True):
+    """The decoder. A preset gives the sizes; single keys override them."""
 
     preset: Annotated[str, Meta(description="Name of a model preset (`fivefold config presets`).")] = ""
-    path: Annotated[str, Meta(description="A Hugging Face config.json, or the directory that holds one.")] = (
-        ""
-    )
     layers: Annotated[int, Meta(ge=1, description="Decoder layers.")] = 4
     hidden: Annotated[int, Meta(ge=1, description="Width of the residual stream.")] = 256
     heads: Annotated[int, Meta(ge=1, description="Query heads.")] = 8
@@ -118,15 +116,21 @@ class Model(Section):
         float, Meta(gt=0.0, description="Standard deviation of initial weights (GPT-2, Llama: 0.02).")
     ] = 0.02
 
+    def __post_init__(self) -> None:
+        if self.kv_heads == 0:
+            force_setattr(self, "kv_heads", self.heads)
+        if self.head_dim == 0:
+            force_setattr(self, "head_dim", self.hidden // self.heads)
 
-class Cluster(Section):
+
+class Cluster(Section, frozen=True):
     """What the run is planned for. Training itself does not read it."""
 
     preset: Annotated[str, Meta(description='Nodes, GPUs a node and kind, e.g. "16x8 h100".')] = ""
     path: Annotated[str, Meta(description="A cluster file, e.g. one written by calibration.")] = ""
 
 
-class Parallel(Section):
+class Parallel(Section, frozen=True):
     """The layout. Axes outermost first: pp, dp_replicate, dp_shard, cp, tp; ep re-uses dp_shard × cp."""
 
     pp: Annotated[int, Meta(ge=-1, description="Pipeline-parallel degree.")] = 1
@@ -167,7 +171,7 @@ class Parallel(Section):
     ] = "default"
 
 
-class Batch(Section):
+class Batch(Section, frozen=True):
     """Give the global batch and the micro-batch; accumulation is derived and printed with its reason."""
 
     global_batch: Annotated[int, Meta(ge=0, description="Sequences per optimizer step, over all ranks.")] = 0
@@ -180,7 +184,7 @@ class Batch(Section):
     sequence_length: Annotated[int, Meta(ge=1, description="Tokens per sequence.")] = 512
 
 
-class Precision(Section):
+class Precision(Section, frozen=True):
     """Numbers the model computes in. Master weights and reductions are float32 (float64 under float64)."""
 
     dtype: Annotated[
@@ -192,7 +196,7 @@ class Precision(Section):
     ] = 3
 
 
-class Optimizer(Section):
+class Optimizer(Section, frozen=True):
     """The update rule."""
 
     name: Annotated[Literal["adamw", "sgd"], Meta(description="AdamW (fused) or SGD with momentum.")] = (
@@ -218,7 +222,7 @@ class Optimizer(Section):
     ] = 1.0
 
 
-class Schedule(Section):
+class Schedule(Section, frozen=True):
     """Learning rate as a function of consumed tokens."""
 
     kind: Annotated[
@@ -238,7 +242,7 @@ class Schedule(Section):
     ] = 0.1
 
 
-class Data(Section):
+class Data(Section, frozen=True):
     """Where text comes from. Tokenized once into memory-mapped shards that later runs re-use."""
 
     path: Annotated[
@@ -261,7 +265,7 @@ class Data(Section):
     ] = 0.01
 
 
-class Run(Section):
+class Run(Section, frozen=True):
     """One run: how long, where, from which seed, on how many local ranks."""
 
     name: Annotated[str, Meta(description="Name of the run; empty = name of the config file.")] = ""
@@ -284,7 +288,7 @@ class Run(Section):
     ] = 300.0
 
 
-class Checkpoint(Section):
+class Checkpoint(Section, frozen=True):
     """Saved state: model, optimizer, schedule, sample counter, config. Loads into any layout."""
 
     every: Annotated[int, Meta(ge=0, description="Steps between checkpoints; 0 = only at the end.")] = 0
@@ -295,7 +299,7 @@ class Checkpoint(Section):
     asynchronous: Annotated[bool, Meta(description="Write while training goes on.")] = True
 
 
-class Log(Section):
+class Log(Section, frozen=True):
     """What is shown and recorded. metrics.jsonl is always written."""
 
     every: Annotated[int, Meta(ge=1, description="Steps between printed lines when not on a terminal.")] = 10
@@ -304,7 +308,7 @@ class Log(Section):
     ] = ()
 
 
-class Machine(Section):
+class Machine(Section, frozen=True):
     """Choices made by measurement on rank 0 at the first start, kept here and re-used on resume."""
 
     matmul: Annotated[
@@ -320,7 +324,7 @@ class Machine(Section):
     ] = 0.0
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """One training run, described once."""
 
     model: Model = Model()

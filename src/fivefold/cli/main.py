@@ -1,0 +1,90 @@
+"""The `fivefold` command: finds the module of a command, turns errors into one line and an exit code."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn, Protocol, cast
+
+from fivefold.config.errors import BadInput, did_you_mean
+
+COMMANDS = ("train", "generate", "config", "doctor")
+
+
+class Command(Protocol):
+    """What a command's module provides; the first line of its docstring is its help."""
+
+    __doc__: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{self.prog}: {message}; try {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns:
+        0 = done, 1 = ran and the answer is no, 2 = bad input, told in one line on stderr.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except BadInput as error:
+        if "--debug" in words:
+            raise
+        print(f"fivefold: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if words[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"fivefold {version('fivefold')}")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        raise BadInput(f"{name}: unknown command; {did_you_mean(name, COMMANDS)}")
+    command = _module(name)
+    parser = Parser(
+        prog=f"fivefold {name}",
+        description=command.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words[1:]))
+
+
+def _module(name: str) -> Command:
+    return cast(Command, import_module(f"fivefold.cli.{name}"))
+
+
+def _overview() -> str:
+    lines = [
+        "Plan, prove and run distributed training of language models.",
+        "",
+        "usage: fivefold COMMAND …",
+        "",
+    ]
+    for name in COMMANDS:
+        summary = (_module(name).__doc__ or "").strip().splitlines()[0]
+        lines.append(f"  {name:<10} {summary}")
+    lines += ["", "fivefold COMMAND --help explains one; fivefold config explain KEY explains a config key."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

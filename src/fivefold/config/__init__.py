@@ -1,0 +1,1 @@
+"""The Config tree, TOML in and out, help texts. Imports nothing of Fivefold."""

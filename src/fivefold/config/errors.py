@@ -1,0 +1,28 @@
+"""What a person is told when something asked for cannot be."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class BadInput(ValueError):  # noqa: N818 - it names the input, not the program, as what is wrong
+    """Something a person gave cannot be used: one line that says what, where, and what would be right.
+
+    Commands print the line and exit with 2.
+    """
+
+
+class ConfigError(BadInput):
+    """A config file, an override or a combination of keys."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint that ends an error line: the nearest known word, else all of them."""
+    names = sorted(known)
+    close = get_close_matches(word, names, n=1, cutoff=0.5)
+    return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(names)
+
+
+def nearest(value: int, legal: Iterable[int], count: int = 2) -> str:
+    """The legal values around `value`, for an error line."""
+    ranked = sorted(set(legal), key=lambda candidate: (abs(candidate - value), candidate))[:count]
+    return " or ".join(str(candidate) for candidate in sorted(ranked))

@@ -1,0 +1,135 @@
+"""Batch and learning-rate arithmetic: exact, the same for every layout, each result with its reason."""
+
+from dataclasses import dataclass
+from math import cos, pi, sqrt
+
+from fivefold.config.errors import ConfigError, nearest
+from fivefold.config.tree import Batch, Optimizer, Schedule
+from fivefold.spec.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How one optimizer step's sequences are carried.
+
+    global_batch = micro_batch · accumulation · data_parallel, in sequences.
+    """
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    data_parallel: int
+    sequence_length: int
+
+    @property
+    def global_batch_tokens(self) -> int:
+        return self.global_batch * self.sequence_length
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"accumulation {self.accumulation} = global batch {self.global_batch} / "
+            f"(micro-batch {self.micro_batch} × data-parallel {self.data_parallel})"
+        )
+
+    def rows(self, micro_step: int, data_rank: int) -> slice:
+        """Which of the step's samples one replica takes in one micro-step."""
+        start = (micro_step * self.data_parallel + data_rank) * self.micro_batch
+        return slice(start, start + self.micro_batch)
+
+
+def plan_batch(batch: Batch, mesh: Mesh) -> BatchPlan:
+    """Derives accumulation.
+
+    Raises:
+        ConfigError: neither or both batch keys given, or a batch that does not divide, with the two nearest
+            legal values.
+    """
+    unit = batch.micro_batch * mesh.data_parallel
+    global_batch = _global_batch(batch, unit)
+    if global_batch % unit or global_batch == 0:
+        below = global_batch // unit * unit
+        legal = [value for value in (below, below + unit) if value > 0]
+        raise ConfigError(
+            f"batch.global_batch = {global_batch}: not a multiple of micro_batch {batch.micro_batch} × "
+            f"data-parallel {mesh.data_parallel} = {unit}; nearest legal: {' or '.join(map(str, legal))}"
+        )
+    return BatchPlan(
+        global_batch, batch.micro_batch, global_batch // unit, mesh.data_parallel, batch.sequence_length
+    )
+
+
+def _global_batch(batch: Batch, unit: int) -> int:
+    if batch.global_batch and batch.global_batch_tokens:
+        raise ConfigError("batch.global_batch and batch.global_batch_tokens: give one of the two")
+    if not batch.global_batch_tokens:
+        return batch.global_batch or unit
+    if batch.global_batch_tokens % batch.sequence_length:
+        count = batch.global_batch_tokens // batch.sequence_length
+        legal = [n * batch.sequence_length for n in (count, count + 1) if n > 0]
+        raise ConfigError(
+            f"batch.global_batch_tokens = {batch.global_batch_tokens}: not a multiple of sequence_length "
+            f"{batch.sequence_length}; nearest legal: {nearest(batch.global_batch_tokens, legal)}"
+        )
+    return batch.global_batch_tokens // batch.sequence_length
+
+
+def peak_learning_rate(optimizer: Optimizer, global_batch: int) -> float:
+    """The learning rate after warmup, scaled from the batch it was tuned at.
+
+    linear: lr · B/B_ref (Goyal et al. 2017, §2.1); sqrt: lr · √(B/B_ref), for adaptive methods
+    (Malladi et al. 2022, §5).
+    """
+    ratio = global_batch / (optimizer.lr_reference_batch or global_batch)
+    return optimizer.lr * {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[optimizer.lr_scaling]
+
+
+def warmup_tokens(schedule: Schedule, optimizer: Optimizer, plan: BatchPlan) -> int:
+    """Tokens of warmup: given in tokens it is not rescaled; `warmup_steps` steps at the reference batch B_ref
+    become warmup_steps · B_ref / B steps here, which is the same number of tokens.
+
+    Raises:
+        ConfigError: both keys given.
+    """
+    if schedule.warmup_tokens and schedule.warmup_steps:
+        raise ConfigError("schedule.warmup_tokens and schedule.warmup_steps: give one of the two")
+    reference = optimizer.lr_reference_batch or plan.global_batch
+    return schedule.warmup_tokens or schedule.warmup_steps * reference * plan.sequence_length
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """Learning rate as a function of consumed tokens, so that no layout or batch size changes its meaning."""
+
+    schedule: Schedule
+    peak: float
+    warmup_tokens: int
+    total_tokens: int
+
+    def at(self, consumed_tokens: int) -> float:
+        """The rate of the step that ends at `consumed_tokens` (that step's own tokens included)."""
+        if consumed_tokens < self.warmup_tokens:
+            return self.peak * consumed_tokens / self.warmup_tokens
+        return self.peak * self._shape(consumed_tokens)
+
+    def _shape(self, consumed_tokens: int) -> float:
+        kind, floor = self.schedule.kind, self.schedule.min_lr_fraction
+        if kind == "constant":
+            return 1.0
+        start = self.warmup_tokens
+        if kind == "wsd":
+            start = max(start, round(self.total_tokens * (1 - self.schedule.decay_fraction)))
+        progress = (consumed_tokens - start) / max(self.total_tokens - start, 1)
+        progress = min(max(progress, 0.0), 1.0)
+        fall = (1 + cos(pi * progress)) / 2 if kind == "cosine" else 1 - progress
+        return floor + (1 - floor) * fall
+
+
+def learning_rate(optimizer: Optimizer, schedule: Schedule, plan: BatchPlan, steps: int) -> LearningRate:
+    """The learning-rate function of a run of `steps` optimizer steps."""
+    return LearningRate(
+        schedule,
+        peak_learning_rate(optimizer, plan.global_batch),
+        warmup_tokens(schedule, optimizer, plan),
+        steps * plan.global_batch_tokens,
+    )

@@ -1,0 +1,116 @@
+"""Ranks and their coordinates on the mesh of axes, outermost axis first."""
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from fivefold.config.errors import ConfigError, nearest
+from fivefold.config.tree import Parallel
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Degrees of the five axes that take ranks; their product is the world size."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world_size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas of the model that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of `rank` on each axis; the innermost axis counts fastest."""
+        found: dict[str, int] = {}
+        for axis, degree in zip(reversed(AXES), reversed(self.shape), strict=True):
+            rank, found[axis] = divmod(rank, degree)
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """The inverse of `coordinates`."""
+        rank = 0
+        for axis, degree in zip(AXES, self.shape, strict=True):
+            rank = rank * degree + coordinates[axis]
+        return rank
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The groups of ranks that differ only in their coordinates on `axes`."""
+        fixed = [axis for axis in AXES if axis not in axes]
+        ranges = {axis: range(degree) for axis, degree in zip(AXES, self.shape, strict=True)}
+        return [
+            [
+                self.rank(dict(zip(fixed, outer, strict=True)) | dict(zip(axes, inner, strict=True)))
+                for inner in product(*(ranges[axis] for axis in axes))
+            ]
+            for outer in product(*(ranges[axis] for axis in fixed))
+        ]
+
+    def data_rank(self, rank: int) -> int:
+        """Which of the `data_parallel` replicas a rank belongs to."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def __str__(self) -> str:
+        axes = [f"{axis} {degree}" for axis, degree in zip(AXES, self.shape, strict=True) if degree > 1]
+        return " × ".join(axes) or "one rank"
+
+
+def resolve(parallel: Parallel, world_size: int = 0) -> Mesh:
+    """The mesh that a layout makes of `world_size` ranks (0 = as many as the layout names).
+
+    With zero 0, (dp_replicate, dp_shard) = (r, s) means the same as (r·s, 1) and becomes it.
+
+    Raises:
+        ConfigError: a degree of 0, two degrees of -1, or a product that is not the world size.
+    """
+    degrees = {axis: int(getattr(parallel, axis)) for axis in AXES}
+    for axis, degree in degrees.items():
+        if degree == 0:
+            raise ConfigError(f"parallel.{axis} = 0: expected at least 1, or -1 for the ranks that are left")
+    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(open_axes) > 1:
+        raise ConfigError(
+            f"parallel.{open_axes[0]} = parallel.{open_axes[1]} = -1: only one axis can take what is left"
+        )
+    named = prod(degree for degree in degrees.values() if degree > 0)
+    if open_axes:
+        degrees[open_axes[0]] = _left(named, world_size, open_axes[0])
+    elif world_size and named != world_size:
+        raise ConfigError(
+            f"parallel: {_product(degrees)} = {named} ranks, but the run has {world_size}; "
+            f"set one axis to -1, or start {named} ranks"
+        )
+    if parallel.zero == 0:
+        degrees["dp_replicate"] *= degrees["dp_shard"]
+        degrees["dp_shard"] = 1
+    return Mesh(**degrees)
+
+
+def _left(named: int, world_size: int, axis: str) -> int:
+    if not world_size:
+        return 1
+    if world_size % named:
+        multiples = range(named, world_size + named + 1, named)
+        raise ConfigError(
+            f"parallel.{axis} = -1: the other axes take {named} ranks, which does not divide {world_size}; "
+            f"nearest legal rank counts: {nearest(world_size, multiples)}"
+        )
+    return world_size // named
+
+
+def _product(degrees: dict[str, int]) -> str:
+    return " · ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "1"
