@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fivefold.ledger.simulate import StageTimes, simulate
 from fivefold.spec import schedules
 from fivefold.spec.schedules import Action, Kind
-from hypothesis import given
-from hypothesis import strategies as st
 
 NAMES: tuple[schedules.Name, ...] = (
     "gpipe",
@@ -178,4 +179,4 @@ def test_every_schedule_does_every_work_once_and_in_order(
     assert len(done) == p * v * m
     assert all(kinds in full for kinds in done.values())
     assert line.makespan >= max(line.busy) - 1e-9
-    assert line.makespan >= sum(t.forward + t.input_grad for t in times) - 1e-9  # one micro-batch passes every stage
+    assert line.makespan >= sum(t.forward + t.input_grad for t in times) - 1e-9

@@ -1,0 +1,110 @@
+"""Which layer is on which pipeline stage: contiguous, complete, the heaviest stage as light as possible.
+
+The cost of a layer is the matmul parameters one token meets in it (its FLOPs are six times that); the head
+counts with its vocab · hidden, the embedding with nothing, for a lookup has no matmul. Where the split is
+uneven, earlier stages get fewer layers: they hold the embedding, and more micro-batches in flight.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from fivefold.config.errors import ConfigError
+from fivefold.config.tree import Model
+from fivefold.spec.parameters import Parameter, parameters
+
+
+def split_layers(
+    costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+) -> tuple[range, ...]:
+    """Cuts layers 0 … len(costs)−1 into `stages` runs of at least one layer; the heaviest run is minimal.
+
+    `first` and `last` are the costs that the first and last stage bear besides their layers.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    layers = len(costs)
+    if not 1 <= stages <= layers:
+        raise ConfigError(
+            f"parallel.pp × chunks = {stages} stages: the model's {layers} layers fill 1 to {layers}"
+        )
+    extra = [0.0] * stages
+    extra[0] += first
+    extra[-1] += last
+    cap = _smallest_cap(costs, extra)
+    reach = _reach(costs, extra, cap)
+    cuts = [layers]
+    for stage in range(stages - 1, 0, -1):
+        cuts.append(_start(costs, extra, cap, reach, stage, cuts[-1]))
+    cuts.append(0)
+    cuts.reverse()
+    return tuple(range(start, end) for start, end in pairwise(cuts))
+
+
+def _reach(costs: Sequence[float], extra: Sequence[float], cap: float) -> list[int]:
+    """How many layers the first s + 1 stages can hold under `cap`, leaving one for each that follows."""
+    found: list[int] = []
+    layer = 0
+    for stage, own in enumerate(extra):
+        load, start = own, layer
+        room = len(costs) - (len(extra) - 1 - stage)
+        while layer < room and (layer == start or load + costs[layer] <= cap):
+            load += costs[layer]
+            layer += 1
+        found.append(layer if load <= cap else -1)
+        if load > cap:
+            return [*found, *[-1] * (len(extra) - len(found))]
+    return found
+
+
+def _smallest_cap(costs: Sequence[float], extra: Sequence[float]) -> float:
+    """The least load of a heaviest stage, by bisection; every candidate is some stage's load."""
+    low, high = 0.0, sum(costs) + sum(extra)
+    tolerance = 1e-9 * high
+    while high - low > tolerance:
+        middle = (low + high) / 2
+        if _reach(costs, extra, middle)[-1] == len(costs):
+            high = middle
+        else:
+            low = middle
+    return high + tolerance
+
+
+def _start(
+    costs: Sequence[float],
+    extra: Sequence[float],
+    cap: float,
+    reach: Sequence[int],
+    stage: int,
+    end: int,
+) -> int:
+    """First layer of `stage`, which ends before layer `end`: an even share of what is left, under the cap."""
+    share = (sum(costs[:end]) + sum(extra[: stage + 1])) / (stage + 1)
+    start, load = end - 1, extra[stage] + costs[end - 1]
+    while start > stage and load + costs[start - 1] <= cap:
+        must = start > reach[stage - 1]  # the stages before cannot hold so many
+        if not must and load >= share * (1 - 1e-9):
+            break
+        start -= 1
+        load += costs[start]
+    return start
+
+
+def layer_costs(model: Model) -> list[float]:
+    """Matmul parameters that one token meets in each layer."""
+    costs = [0.0] * model.layers
+    for parameter in parameters(model):
+        if parameter.layer is not None:
+            costs[parameter.layer] += _active(model, parameter)
+    return costs
+
+
+def _active(model: Model, parameter: Parameter) -> float:
+    if len(parameter.shape) == 3:
+        return parameter.numel * model.experts.top_k / model.experts.count
+    return float(parameter.numel) if len(parameter.shape) == 2 else 0.0
+
+
+def model_stages(model: Model, stages: int) -> tuple[range, ...]:
+    """The layers of every stage; the embedding is on the first, the final norm and head on the last."""
+    return split_layers(layer_costs(model), stages, last=float(model.vocab * model.hidden))
