@@ -1,0 +1,58 @@
+"""FLOPs of one optimizer step, by convention. A multiply-add counts 2; a lookup counts 0.
+
+Model FLOPs are what the mathematics needs: 3 × forward (PaLM appendix B). Hardware FLOPs add what is computed
+again: full recompute the layers' forward, attention recompute the core, fused attention's backward its scores
+(5 matmuls against 4), chunked cross-entropy the head. Attention is counted causally (s(s+1)/2 pairs) or
+fully.
+"""
+
+from typing import Literal, NamedTuple
+
+from fivefold.config.tree import Model
+from fivefold.ledger.job import Job
+from fivefold.spec.schedules import SPLITS_BACKWARD
+from fivefold.spec.stages import layer_costs
+
+Convention = Literal["causal", "full"]
+
+
+class Forward(NamedTuple):
+    """Forward FLOPs of one token, averaged over the sequence."""
+
+    layers: float  # matmuls with weights in the layers
+    core: float  # attention
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.layers + self.core + self.head
+
+
+def forward_per_token(model: Model, sequence_length: int, convention: Convention) -> Forward:
+    """2 FLOPs per active matmul parameter, 2·a·(d_qk + d_v) per pair of query and key."""
+    latent = model.latent
+    widths = latent.nope_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * model.head_dim
+    pairs = (sequence_length + 1) / 2 if convention == "causal" else sequence_length
+    core = 2.0 * model.heads * widths * pairs * model.layers
+    return Forward(2.0 * sum(layer_costs(model)), core, 2.0 * model.vocab * model.hidden)
+
+
+def model_flops(job: Job, convention: Convention = "causal") -> float:
+    """Of one step, over all ranks."""
+    return 3.0 * forward_per_token(job.model, job.sequence_length, convention).total * job.step_tokens
+
+
+def hardware_flops(job: Job, convention: Convention = "causal") -> float:
+    """Of one step, over all ranks: what the devices execute (split backward recomputes twice)."""
+    forward = forward_per_token(job.model, job.sequence_length, convention)
+    times = 2 if job.schedule in SPLITS_BACKWARD and job.pp > 1 else 1
+    again = 0.0
+    if job.recompute == "full":
+        again = (forward.layers + forward.core) * times
+    elif job.recompute == "attention":
+        again = forward.core * times
+    if job.stack.attention != "unfused":
+        again += forward.core / 2
+    if job.stack.loss_chunks > 1:
+        again += forward.head
+    return model_flops(job, convention) + again * job.step_tokens

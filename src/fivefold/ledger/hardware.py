@@ -1,0 +1,141 @@
+"""The cluster a run is planned for: rates of one device, links inside and between nodes, each with its
+source.
+
+`cluster.preset = "16x8 h100"` is 16 nodes of 8 devices of the kind in presets/clusters/h100.toml;
+`cluster.path` is a file of the same form (calibration writes one) with `nodes` at its top.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from fivefold.config.errors import ConfigError, did_you_mean
+from fivefold.config.load import preset_names
+from fivefold.config.tree import Cluster
+
+
+class Device(Struct, frozen=True, forbid_unknown_fields=True):
+    """One accelerator (or CPU rank); rates in FLOP/s, by precision."""
+
+    name: str
+    memory: int  # bytes a framework can allocate
+    bandwidth: float  # bytes/s, datasheet
+    peak: Mapping[str, float]
+    matmul: Mapping[str, float]
+    attention: Mapping[str, float]  # "flash" (FlashAttention-2), "fused" (the vendor's newest), forward
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory))
+
+    def peak_of(self, precision: str) -> float:
+        """Dense peak in FLOP/s; fp16 is as bf16, a precision without units runs in the next wider one."""
+        return _rate(self.peak, precision)
+
+    def matmul_of(self, precision: str) -> float:
+        """Best matmul rate measured in FLOP/s; where none was, the peak scaled as bf16's."""
+        if _key(precision) in self.matmul:
+            return _rate(self.matmul, precision)
+        return self.peak_of(precision) * self.matmul["bf16"] / self.peak["bf16"]
+
+
+class Node(Struct, frozen=True, forbid_unknown_fields=True):
+    """The fast domain. `bandwidth` is what a ring reaches, in bytes/s per device and direction (busbw)."""
+
+    devices: int
+    bandwidth: float
+    latency: float  # seconds per message
+    in_network: bool = False  # the switch reduces (NVLink SHARP)
+    domain: int = 0  # devices on one fast fabric where it spans nodes (NVL72); 0 = one node
+
+
+class Network(Struct, frozen=True, forbid_unknown_fields=True):
+    """Between nodes. `bandwidth` in bytes/s per device and direction; oversubscription divides it."""
+
+    bandwidth: float
+    latency: float
+    oversubscription: float = 1.0
+
+
+class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
+    """A cluster of equal nodes."""
+
+    device: Device
+    node: Node
+    network: Network
+    sources: Mapping[str, str] = {}
+    nodes: int = 1
+    price: float = 0.0  # of one device for one hour
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.node, self.network, self.nodes))
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.node.devices
+
+    @property
+    def fast_domain(self) -> int:
+        """Devices that reach each other over the node's links."""
+        return max(self.node.devices, self.node.domain)
+
+
+_WIDER = {"fp16": "bf16", "float32": "fp32", "float64": "fp64", "nvfp4": "fp4"}
+_FALLBACK = {"fp8": "bf16", "fp4": "fp8"}
+
+
+def _key(precision: str) -> str:
+    return _WIDER.get(precision, precision)
+
+
+def _rate(rates: Mapping[str, float], precision: str) -> float:
+    key = _key(precision)
+    while key not in rates:
+        if key not in _FALLBACK:
+            raise ConfigError(f"the cluster file has no rate for {precision}; {did_you_mean(key, rates)}")
+        key = _FALLBACK[key]
+    return rates[key]
+
+
+def load_hardware(cluster: Cluster) -> Hardware | None:
+    """The hardware a config names, or None if it names none.
+
+    Raises:
+        ConfigError: an unknown kind, a malformed preset string or file.
+    """
+    if cluster.path:
+        path = Path(cluster.path)
+        if not path.is_file():
+            raise ConfigError(f"cluster.path = {cluster.path}: no such file")
+        return _convert(path.read_text(encoding="utf-8"), cluster.path)
+    return preset(cluster.preset) if cluster.preset else None
+
+
+def preset(text: str) -> Hardware:
+    """Hardware from "16x8 h100" (nodes × devices a node, kind); "8 h100" is one node."""
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[x×]\s*)?(\d+)\s+([\w.-]+)\s*", text)
+    if not found or int(found[2]) == 0 or found[1] == "0":
+        raise ConfigError(f'cluster.preset = "{text}": expected nodes × devices and a kind, e.g. "16x8 h100"')
+    hardware = kind(found[3])
+    node = msgspec.structs.replace(hardware.node, devices=int(found[2]))
+    return msgspec.structs.replace(hardware, nodes=int(found[1] or 1), node=node)
+
+
+def kind(name: str) -> Hardware:
+    """One node of a kind of presets/clusters."""
+    names = preset_names("clusters")
+    if name not in names:
+        raise ConfigError(f'cluster.preset: unknown kind "{name}"; {did_you_mean(name, names)}')
+    place = files("fivefold") / "presets" / "clusters" / f"{name}.toml"
+    return _convert(place.read_text(encoding="utf-8"), f"preset {name}")
+
+
+def _convert(text: str, where: str) -> Hardware:
+    try:
+        return msgspec.convert(tomllib.loads(text), Hardware)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{where}: not a cluster file: {error}") from None

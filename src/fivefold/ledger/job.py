@@ -1,0 +1,144 @@
+"""One training step to be estimated: a model, a cluster, a layout, a batch and what the software does."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fivefold.config.tree import Model
+from fivefold.ledger.hardware import Hardware
+from fivefold.ledger.physics import Physics
+from fivefold.spec import schedules
+
+Recompute = Literal["none", "attention", "elementwise", "full"]
+Attention = Literal["unfused", "flash", "fused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What a software stack does, as far as bytes and seconds depend on it; declared, never fitted.
+
+    Attributes:
+        attention: scores in memory; FlashAttention-2; or the vendor's newest kernel (cuDNN, FA3).
+        fused: norms and activations are one kernel each and keep only their inputs.
+        compiled: elementwise chains between matmuls are one kernel (torch.compile).
+        dropout: masks are kept (1 byte an element).
+        compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
+        master: bytes of a parameter the optimizer updates.
+        gradient: bytes of an accumulated gradient.
+        reduce: bytes of a gradient on the wire.
+        moments: bytes of optimizer moments per parameter.
+        overlap_gradients, overlap_parameters: traffic of the data-parallel axes runs under compute.
+        overlap_tensor: tensor-parallel traffic runs under matmuls (user buffers, async TP).
+        overlap_pipeline: messages between stages run under compute.
+        loss_copies: float32 copies of the logits that live at once, besides those in the compute type.
+        loss_chunks: pieces the logits are computed in; only one lives at a time.
+        graphs: kernels are launched as recorded graphs, not one by one by the host.
+        scatter_messages: pipeline messages are split over tp even without sequence parallel.
+    """
+
+    attention: Attention = "flash"
+    fused: bool = False
+    compiled: bool = False
+    dropout: bool = False
+    compute_copy: int = 2
+    master: int = 4
+    gradient: int = 4
+    reduce: int = 4
+    moments: int = 8
+    overlap_gradients: bool = True
+    overlap_parameters: bool = True
+    overlap_tensor: bool = False
+    overlap_pipeline: bool = True
+    loss_copies: int = 2
+    loss_chunks: int = 1
+    graphs: bool = False
+    scatter_messages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All a ledger follows from. Degrees as in `spec.mesh`; `microbatches` per replica and step.
+
+    `expert_tp` splits each expert's width; by default as tp, 1 where expert ranks re-use the tp ranks too.
+    `imbalance` is the busiest expert rank's load over the mean.
+    """
+
+    model: Model
+    hardware: Hardware
+    micro_batch: int
+    microbatches: int
+    sequence_length: int
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    expert_tp: int = 0
+    zero: int = 0
+    sequence_parallel: bool = False
+    context: Literal["ring", "ulysses"] = "ring"
+    schedule: schedules.Name = "1f1b"
+    chunks: int = 1
+    recompute: Recompute = "none"
+    precision: str = "bf16"  # of matmuls: bf16, fp16, fp8, fp4, float32, float64
+    itemsize: int = 2  # bytes of an activation
+    stack: Stack = field(default_factory=Stack)
+    physics: Physics = field(default_factory=Physics)
+    imbalance: float = 1.0
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_parallel(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def stages(self) -> int:
+        return self.pp * schedules.chunks_of(self.schedule, self.chunks)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one context-parallel rank (the fullest)."""
+        return self.micro_batch * -(-self.sequence_length // self.cp)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.micro_batch * self.microbatches * self.data_parallel * self.sequence_length
+
+    @property
+    def expert_width_split(self) -> int:
+        return self.expert_tp or self.tp
+
+    @property
+    def sequence_split(self) -> int:
+        """What sequence parallel divides activations between tensor-parallel regions by."""
+        return self.tp if self.sequence_parallel else 1
+
+    def is_expert_layer(self, layer: int) -> bool:
+        return bool(self.model.experts.count) and layer >= self.model.experts.dense_layers
+
+    def group(self, *axes: str) -> tuple[int, int]:
+        """(ranks inside a fast domain, domains) of the group along neighbouring axes."""
+        inner_to_outer = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+        stride, size = 1, 1
+        for axis in inner_to_outer:
+            degree = int(getattr(self, axis))
+            if axis in axes:
+                size *= degree
+            elif size == 1:
+                stride *= degree
+        return self.spread(size, stride)
+
+    def expert_group(self) -> tuple[int, int]:
+        """As `group`, for the ranks experts are dealt over."""
+        return self.spread(self.ep, self.expert_width_split)
+
+    def spread(self, size: int, stride: int) -> tuple[int, int]:
+        """(ranks inside a fast domain, domains) of `size` ranks that lie `stride` apart."""
+        local = max(1, min(size, self.hardware.fast_domain // stride))
+        while size % local:
+            local -= 1
+        return local, size // local

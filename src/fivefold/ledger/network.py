@@ -1,0 +1,89 @@
+"""Seconds of a collective on the links it crosses: α-β costs of the programs, the fastest chosen.
+
+Inside a fast domain: ring, double tree, halving-doubling, and the switch's own reduction. Across domains
+every local rank drives its own network link, so a hierarchical program moves 1/G of the vector over each;
+its inner and outer parts overlap (pieces flow through), so bandwidth costs the slower of the two and
+latencies add.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from math import ceil, log2
+from typing import Literal, NamedTuple
+
+from fivefold.ledger.hardware import Hardware
+from fivefold.ledger.physics import Physics
+from fivefold.ledger.programs import halving, ring, tree
+from fivefold.ledger.programs.steps import Link, seconds
+
+Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast"]
+
+
+class Wires(NamedTuple):
+    """The two links of one rank, and whether the switch reduces."""
+
+    inside: Link
+    between: Link
+    in_network: bool
+    ramp: float  # bytes at which a collective between nodes reaches half of its bandwidth
+
+
+def wires(hardware: Hardware, physics: Physics) -> Wires:
+    """What a rank's messages travel on."""
+    network = hardware.network
+    between = Link(network.latency, network.bandwidth / network.oversubscription)
+    inside = Link(hardware.node.latency, hardware.node.bandwidth)
+    return Wires(inside, between, hardware.node.in_network, physics.collective_ramp)
+
+
+def wire_bytes(primitive: str, size: float, ranks: int) -> float:
+    """Bytes one rank sends: 2(n−1)/n of an all-reduce's tensor, (n−1)/n of the rest, all of a message."""
+    if primitive == "send":
+        return size
+    return (2.0 if primitive == "all_reduce" else 1.0) * (ranks - 1) / ranks * size
+
+
+@lru_cache(maxsize=65536)
+def collective_seconds(primitive: Primitive, size: float, local: int, domains: int, on: Wires) -> float:
+    """Time of one collective on `size` bytes (as the ledger counts them) over local · domains ranks."""
+    if local * domains == 1 or size == 0:
+        return 0.0
+    if primitive == "send":
+        link = on.between if domains > 1 else on.inside
+        return link.latency + size / link.bandwidth
+    if domains == 1:
+        return min(algorithms(primitive, size, local, on).values())
+    return _hierarchical(primitive, size, local, domains, on)
+
+
+def algorithms(primitive: Primitive, size: float, ranks: int, on: Wires) -> Mapping[str, float]:
+    """Seconds of every algorithm for a primitive inside one fast domain."""
+    link = on.inside
+    if primitive == "all_reduce":
+        found = {
+            "ring": seconds(ring.all_reduce(ranks), size, link),
+            "double tree": tree.all_reduce_seconds(ranks, size, link),
+            "halving-doubling": halving.all_reduce_seconds(ranks, size, link),
+        }
+        if on.in_network and ranks > 4:
+            # One pass up and one down at 1.3 × the ring's rate: busbw 480 against 370 GB/s on eight H100.
+            moved = 2 * (ranks - 1) / ranks * size
+            found["in-network"] = 8 * link.latency + moved / (1.3 * link.bandwidth)
+        return found
+    if primitive == "all_to_all":
+        return {"pairwise": ceil(log2(ranks)) * link.latency + (ranks - 1) / ranks * size / link.bandwidth}
+    return {"ring": seconds(ring.all_gather(ranks), size, link)}
+
+
+def _hierarchical(primitive: Primitive, size: float, local: int, domains: int, on: Wires) -> float:
+    passes = 2 if primitive == "all_reduce" else 1
+    if primitive == "all_to_all":
+        ranks = local * domains
+        inside = (local - 1) / ranks * size / on.inside.bandwidth
+        between = (ranks - local) / ranks * size / on.between.bandwidth
+        return ceil(log2(ranks)) * on.between.latency + max(inside, between)
+    inside = passes * (local - 1) / local * size / on.inside.bandwidth
+    share = size / local
+    between = passes * (domains - 1) / domains * (share + min(on.ramp, share)) / on.between.bandwidth
+    hops = min(domains - 1, ceil(log2(domains)) * 2)  # ring, or tree, whichever has fewer
+    return passes * ((local - 1) * on.inside.latency + hops * on.between.latency) + max(inside, between)

@@ -1,0 +1,54 @@
+"""Constants of devices and networks in training: one set for every model, layout and software stack.
+
+Each has its source, or says that it is fitted (by `fivefold validate`'s rows, all at once, never to one
+source).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Physics:
+    """Attributes:
+
+    sustained_matmul: part of the best measured matmul rate (a minute on an idle device) that remains in
+        training, where power, clocks and other kernels share. Fitted.
+    matmul_ramp: seconds a matmul loses in filling and draining the device: a 1024³ fp16 product takes 18 µs
+        on an A100 where its rate allows 8 (kernels.tsv, cuBLASLt).
+    tile: rows and columns of the output tile a multiprocessor computes; partial tiles and waves are lost.
+    memory_rate: part of the datasheet bandwidth that streams reach (STREAM copy: A100 0.79, H100 0.87).
+    small_read: bytes at which a memory-bound kernel reaches half of that rate. Fitted.
+    attention_half: sequence length at which flash attention reaches half its best rate (FA2 curves).
+    attention_backward: backward of fused attention runs at this part of the forward's rate (FA2, FA3 curves).
+    misaligned: rate of a batched matmul whose inner width is no multiple of 8 elements (tensor-core
+        alignment; the BLOOM head-count sweep shows the like).
+    sharing: slowdown of compute under a concurrent collective (Calculon: 15 % of SMs for NVLink; 2 % IB).
+    tensor_overlap: part of tensor-parallel traffic that a stack which overlaps it hides. Fitted.
+    gradient_window: part of the backward in which an overlapping stack can hide gradient traffic. Fitted.
+    collective_ramp: bytes at which a collective between nodes reaches half its bandwidth (collectives.tsv,
+        aws_p5 and b200x32 curves).
+    launch: seconds of host time per kernel in an eager stack; steps are never faster than their launches.
+    jitter: a pipeline's or a data-parallel group's slowest member, relative per doubling of ranks. Fitted.
+    context_bytes: device context, libraries and communicators outside of the allocator (0.5-1.5 GB,
+    formulas.md §5). fragmentation: part of activations and buffers the allocator reserves without use (3-10
+    %, formulas.md §5). step: seconds per optimizer step outside of all else: data, logging, scalar
+    reductions. Fitted.
+    """
+
+    sustained_matmul: float = 0.92
+    matmul_ramp: float = 8e-6
+    tile: tuple[int, int] = (128, 256)
+    memory_rate: float = 0.82
+    small_read: float = 4e6
+    attention_half: float = 400.0
+    attention_backward: float = 0.8
+    misaligned: float = 0.5
+    sharing: float = 0.08
+    tensor_overlap: float = 0.7
+    gradient_window: float = 0.8
+    collective_ramp: float = 8e6
+    launch: float = 5e-6
+    jitter: float = 0.0
+    step: float = 0.02
+    context_bytes: float = 1.2e9
+    fragmentation: float = 0.05

@@ -1,0 +1,180 @@
+"""Pipeline parallel: what each rank holds and does, the schedule simulated. Twin of parallel/pipeline.py."""
+
+from typing import NamedTuple
+
+from fivefold.ledger import activations, data
+from fivefold.ledger.job import Job
+from fivefold.ledger.layer import Work, edge_work, layer_work
+from fivefold.ledger.network import collective_seconds, wires
+from fivefold.ledger.shards import Share, StageContent, contents, parts, stage_share
+from fivefold.ledger.simulate import StageTimes, Timeline, simulate
+from fivefold.ledger.traffic import Row, row
+from fivefold.spec import schedules
+
+
+class Stage(NamedTuple):
+    """One stage's work for one micro-batch, and what it keeps for backward."""
+
+    content: StageContent
+    share: Share
+    times: StageTimes
+    saved: float
+    rows: tuple[tuple[Row, int], ...]  # traffic of one micro-batch, and how many layers have it
+
+
+class Costs(NamedTuple):
+    """What the kinds of layer and the edges cost under one job: enough to build any stage."""
+
+    dense: Work | None
+    expert: Work | None
+    first: Work
+    last: Work
+    saved_dense: float
+    saved_expert: float
+
+
+def costs(job: Job) -> Costs:
+    """Costs of every kind of layer the model has."""
+    model = job.model
+    has_dense = not model.experts.count or model.experts.dense_layers > 0
+    has_expert = bool(model.experts.count)
+    return Costs(
+        layer_work(job, False) if has_dense else None,
+        layer_work(job, True) if has_expert else None,
+        edge_work(job, True, False),
+        edge_work(job, False, True),
+        activations.saved(job, False) if has_dense else 0.0,
+        activations.saved(job, True) if has_expert else 0.0,
+    )
+
+
+def stages(job: Job, cost: Costs) -> list[Stage]:
+    """Every stage of the model under `job`."""
+    return [_stage(job, cost, content) for content in contents(job.model, job.stages)]
+
+
+def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:
+    pieces = [(cost.dense, content.dense_layers), (cost.expert, content.expert_layers)]
+    pieces += [(cost.first, int(content.first)), (cost.last, int(content.last))]
+    forward = inputs = weights = 0.0
+    rows: list[tuple[Row, int]] = []
+    for work, count in pieces:
+        if work is None or not count:
+            continue
+        times = work.times
+        forward += count * times.forward
+        inputs += count * times.input_grad
+        weights += count * times.weight_grad
+        rows += [(item, count) for item in work.rows]
+    saved = content.dense_layers * cost.saved_dense + content.expert_layers * cost.saved_expert
+    if content.first:
+        saved += activations.embedding(job)
+    if content.last:
+        saved += activations.head_input(job)
+        saved += activations.loss(job) if job.stack.loss_chunks == 1 else 0.0
+    return Stage(content, stage_share(job, content), StageTimes(forward, inputs, weights), saved, tuple(rows))
+
+
+def message_bytes(job: Job) -> float:
+    """One tensor between stages: tokens · hidden · itemsize, split with the sequence over tp."""
+    split = job.tp if job.sequence_parallel or job.stack.scatter_messages else 1
+    return job.tokens * job.model.hidden * job.itemsize / split
+
+
+def message_group(job: Job) -> tuple[int, int]:
+    """The link between neighbouring pipeline ranks, as a group of two."""
+    stride = job.world_size // job.pp
+    return (2, 1) if 2 * stride <= job.hardware.fast_domain else (1, 2)
+
+
+def message_seconds(job: Job) -> float:
+    """Time of one message between stages."""
+    if job.pp == 1:
+        return 0.0
+    local, domains = message_group(job)
+    on = wires(job.hardware, job.physics)
+    seconds = collective_seconds("send", message_bytes(job), local, domains, on)
+    if job.stack.scatter_messages and not job.sequence_parallel and job.tp > 1:
+        whole = job.tokens * job.model.hidden * job.itemsize
+        seconds += collective_seconds("all_gather", float(whole), *job.group("tp"), on)
+    return seconds
+
+
+def timeline(job: Job, built: list[Stage]) -> Timeline:
+    """The schedule of one step, simulated; `peak_in_flight` is in bytes of saved activations."""
+    message = message_seconds(job)
+    if not job.stack.overlap_pipeline:  # sender and receiver both wait
+        message *= 2
+    return simulate(
+        job.schedule,
+        job.pp,
+        job.microbatches,
+        [stage.times for stage in built],
+        message=message,
+        weights=[stage.saved for stage in built],
+    )
+
+
+def own_stages(job: Job, rank: int) -> tuple[int, ...]:
+    """Indices of the stages on pipeline rank `rank`."""
+    return schedules.stages_of_rank(job.schedule, rank, job.pp, job.chunks)
+
+
+def rank_share(job: Job, built: list[Stage], rank: int) -> Share:
+    """Parameters of one rank; tied ends on the same rank are one."""
+    share = Share(0, 0)
+    own = [built[index] for index in own_stages(job, rank)]
+    for stage in own:
+        share += stage.share
+    ends = any(s.content.first for s in own) and any(s.content.last for s in own)
+    if job.model.tied and ends and len(own) > 1:
+        share = share._replace(dense=share.dense - parts(job.model, job.tp, job.ep, 1).head.dense)
+    return share
+
+
+def rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
+    """Messages of one rank in one step: sent forward to the next stage, backward to the one before."""
+    found = []
+    last = len(built) - 1
+    own = own_stages(job, rank)
+    size = message_bytes(job)
+    for phase, count in (
+        ("forward", sum(1 for s in own if s < last and s + 1 not in own)),
+        ("backward", sum(1 for s in own if s > 0 and s - 1 not in own)),
+    ):
+        if count and job.pp > 1:
+            text = "micro-batch · sequence · hidden · itemsize, per boundary"
+            item = row(
+                job,
+                "pp",
+                "send",
+                phase,
+                count=count * job.microbatches,
+                size=size,
+                group=message_group(job),
+                formula=text,
+            )
+            found.append(item.exposing(0.0))
+    if job.model.tied and job.pp > 1:
+        ends = any(built[s].content.first or built[s].content.last for s in own)
+        together = any(built[s].content.first for s in own) and any(built[s].content.last for s in own)
+        if ends and not together:
+            amount = parts(job.model, job.tp, job.ep, 1).embedding.dense * job.stack.reduce
+            found.append(
+                row(
+                    job,
+                    "embedding",
+                    "all_reduce",
+                    "gradient",
+                    count=1,
+                    size=float(amount),
+                    group=(1, 2) if job.world_size > job.hardware.fast_domain else (2, 1),
+                    formula="tied embedding's gradient, between its two copies",
+                )
+            )
+    return found
+
+
+def stage_states(job: Job, share: Share) -> data.States:
+    """Model states of a rank that holds `share`."""
+    return data.states(job, share)

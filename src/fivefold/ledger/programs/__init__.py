@@ -1,0 +1,1 @@
+"""Collective algorithms as lists of steps, from which cost, drawing and execution derive."""

@@ -1,0 +1,116 @@
+"""Parameters that one rank holds of each part of the model, by the layout table, before any ZeRO split."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from fivefold.config.tree import Model
+from fivefold.ledger.job import Job
+from fivefold.spec.layout import Owned, Split, placements
+from fivefold.spec.legal import units
+from fivefold.spec.parameters import Parameter, parameters
+from fivefold.spec.stages import model_stages
+
+
+class Share(NamedTuple):
+    """Parameters of one rank: those every data-parallel rank holds, and experts (over dp · cp / ep)."""
+
+    dense: int
+    expert: int
+
+    def __add__(self, other: object) -> "Share":
+        assert isinstance(other, Share)
+        return Share(self.dense + other.dense, self.expert + other.expert)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+class Parts(NamedTuple):
+    """One rank's share of each part of the model."""
+
+    embedding: Share
+    dense_layer: Share
+    expert_layer: Share
+    head: Share
+    norm: Share
+
+
+@lru_cache(maxsize=4096)
+def parts(model: Model, tp: int, ep: int, expert_tp: int) -> Parts:
+    """Shares by the layout table; a tied head's copy on the last stage is the embedding's size."""
+    embedding = dense = expert = head = norm = Share(0, 0)
+    for parameter in _representatives(model):
+        share = _share(model, parameter, tp, ep, expert_tp)
+        if parameter.layer is None:
+            if parameter.role == "head":
+                head += share
+            elif parameter.name.startswith("norm."):
+                norm += share
+            else:
+                embedding += share
+        elif model.experts.count and parameter.layer >= model.experts.dense_layers:
+            expert += share
+        else:
+            dense += share
+    if model.tied:
+        head = Share(-(-model.vocab // tp) * model.hidden, 0)
+    return Parts(embedding, dense, expert, head, norm)
+
+
+def _representatives(model: Model) -> list[Parameter]:
+    """Everything outside the layers, and one layer of each kind."""
+    layers = {0, model.layers - 1} if 0 < model.experts.dense_layers < model.layers else {0}
+    return [p for p in parameters(model) if p.trained and (p.layer is None or p.layer in layers)]
+
+
+def _share(model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int) -> Share:
+    axes = placements(model, parameter.name)
+    shape = list(parameter.shape)
+    expert = isinstance(axes.get("ep"), Owned)
+    if expert:
+        shape[0] //= ep
+    split = axes.get("tp")
+    if isinstance(split, Split):
+        degree = expert_tp if expert else tp
+        if split.replicable:
+            degree = min(degree, units(model, split.unit))
+        shape[split.dim] = -(-shape[split.dim] // degree)
+    numel = 1
+    for size in shape:
+        numel *= size
+    return Share(0, numel) if expert else Share(numel, 0)
+
+
+class StageContent(NamedTuple):
+    """What a stage holds."""
+
+    dense_layers: int
+    expert_layers: int
+    first: bool
+    last: bool
+
+
+@lru_cache(maxsize=4096)
+def contents(model: Model, stages: int) -> tuple[StageContent, ...]:
+    """What each stage holds, by the stage split."""
+    boundary = model.experts.dense_layers if model.experts.count else model.layers
+    found = []
+    for stage, layers in enumerate(model_stages(model, stages)):
+        dense = max(0, min(layers.stop, boundary) - layers.start)
+        found.append(StageContent(dense, len(layers) - dense, stage == 0, stage == stages - 1))
+    return tuple(found)
+
+
+def stage_share(job: Job, content: StageContent) -> Share:
+    """One rank's parameters of a stage. A tied head on the embedding's own stage is no second copy."""
+    part = parts(job.model, job.tp, job.ep, job.expert_width_split)
+    dense = content.dense_layers * part.dense_layer.dense + content.expert_layers * part.expert_layer.dense
+    share = Share(dense, content.expert_layers * part.expert_layer.expert)
+    if content.first:
+        share += part.embedding
+    if content.last:
+        share += part.norm
+        if not (job.model.tied and content.first):
+            share += part.head
+    return share

@@ -1,0 +1,213 @@
+"""The ledger of one layout: memory of every rank class, traffic, FLOPs and time of one optimizer step."""
+
+from typing import NamedTuple
+
+from fivefold.ledger import activations, data, flops, pipeline
+from fivefold.ledger.job import Job
+from fivefold.ledger.pipeline import Costs, Stage
+from fivefold.ledger.roofline import stream_seconds
+from fivefold.ledger.shards import Share, parts
+from fivefold.ledger.simulate import Timeline
+from fivefold.ledger.traffic import Row
+from fivefold.spec.parameters import active, total
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank at its fullest, by category."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    overhead: float  # device context, communicators, fragmentation
+
+    @property
+    def allocated(self) -> float:
+        """What the framework's allocator hands out: everything but the overhead."""
+        return sum(self) - self.overhead
+
+    @property
+    def peak(self) -> float:
+        return sum(self)
+
+
+class RankClass(NamedTuple):
+    """All ranks of one pipeline coordinate: they hold the same parts of the model."""
+
+    rank: int
+    layers: int
+    share: Share
+    memory: Memory
+
+
+class Time(NamedTuple):
+    """Seconds of one step, in parts that sum to `step`."""
+
+    step: float
+    compute: float  # of the busiest pipeline rank
+    exposed_communication: float
+    bubble: float
+    optimizer: float
+    other: float
+
+
+class Ledger(NamedTuple):
+    """Everything estimated about one step."""
+
+    job: Job
+    ranks: tuple[RankClass, ...]
+    traffic: tuple[Row, ...]  # of the busiest rank
+    time: Time
+    timeline: Timeline
+    parameters: int
+    active_parameters: int
+
+    @property
+    def fullest(self) -> RankClass:
+        return max(self.ranks, key=lambda item: item.memory.peak)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.memory.peak <= self.job.hardware.device.memory
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.job.step_tokens / self.time.step / self.job.world_size
+
+    def utilization(self, convention: flops.Convention, hardware: bool = False) -> float:
+        """MFU, or HFU: FLOPs of a step over what the devices' dense peak allows."""
+        count = flops.hardware_flops if hardware else flops.model_flops
+        peak = self.job.hardware.device.peak_of(self.job.precision)
+        return count(self.job, convention) / (self.time.step * self.job.world_size * peak)
+
+
+def estimate(job: Job) -> Ledger:
+    """The ledger of `job`."""
+    cost = pipeline.costs(job)
+    built = pipeline.stages(job, cost)
+    line = pipeline.timeline(job, built)
+    shares = [pipeline.rank_share(job, built, rank) for rank in range(job.pp)]
+    classes = tuple(
+        RankClass(rank, _layers(job, built, rank), shares[rank], memory(job, cost, line, rank, share))
+        for rank, share in enumerate(shares)
+    )
+    time, traffic = _time(job, built, line, shares)
+    return Ledger(job, classes, traffic, time, line, total(job.model), active(job.model))
+
+
+def _layers(job: Job, built: list[Stage], rank: int) -> int:
+    own = [built[index].content for index in pipeline.own_stages(job, rank)]
+    return sum(content.dense_layers + content.expert_layers for content in own)
+
+
+def memory(job: Job, cost: Costs, line: Timeline, rank: int, share: Share) -> Memory:
+    """One rank's memory: states, activations in flight, what recomputation brings back, buffers."""
+    states = data.states(job, share)
+    held = line.peak_in_flight[rank]
+    live = max(
+        activations.live(job, False) if cost.dense else 0.0,
+        activations.live(job, True) if cost.expert else 0.0,
+    )
+    last = rank == (0 if job.schedule in ("zbv", "dualpipev") else job.pp - 1)
+    if last and job.stack.loss_chunks > 1:
+        held += activations.loss(job)
+    buffers = _buffers(job, rank)
+    allocated = sum(states) + held + live + buffers
+    physics = job.physics
+    overhead = physics.context_bytes + physics.fragmentation * (held + live + buffers)
+    if job.hardware.device.name.startswith("CPU"):
+        overhead = physics.fragmentation * allocated
+    return Memory(*states, held + live, buffers, overhead)
+
+
+def _buffers(job: Job, rank: int) -> float:
+    """Messages of the pipeline, ring attention's spare keys and values, parameters gathered by zero 3 (two
+    units) and the gradients about to be scattered."""
+    part = parts(job.model, job.tp, job.ep, job.expert_width_split)
+    found = 4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0
+    if job.cp > 1:
+        keys = job.model.kv_heads / min(job.tp, job.model.kv_heads) * job.model.head_dim
+        found += 2 * 2 * job.tokens * keys * job.itemsize
+    unit = max(part.dense_layer.total, part.expert_layer.total)
+    edge = max(part.embedding.total, part.head.total)
+    read = job.stack.compute_copy or job.stack.master
+    if job.zero == 3 and job.pp == 1:
+        found += (2 * unit + edge) * read + max(unit, edge) * job.stack.reduce
+    elif job.zero == 2 and job.pp == 1:
+        found += max(unit, edge) * job.stack.gradient
+    return found
+
+
+def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
+    """Pipeline, then traffic that nothing hides, then the optimizer: the slowest rank counts."""
+    worst = 0.0
+    found: tuple[float, float, list[Row]] = (0.0, 0.0, [])
+    for rank, share in enumerate(shares):
+        own = [built[index] for index in pipeline.own_stages(job, rank)]
+        forward = sum(stage.times.forward for stage in own)
+        backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
+        units = sum(
+            s.content.dense_layers + s.content.expert_layers + s.content.first + s.content.last for s in own
+        )
+        reduced = data.exposed(job, data.rows(job, share, units), forward, backward)
+        reduced += [r for r in pipeline.rows(job, built, rank) if r.axis == "embedding"]
+        late = sum(item.exposed_seconds for item in reduced)
+        update = optimizer_seconds(job, share)
+        end = line.finished[rank] + late + update
+        if end >= worst:
+            worst, found = end, (late, update, reduced)
+    late, update, reduced = found
+    busiest = max(range(job.pp), key=lambda rank: line.busy[rank])
+    inner = _layer_rows(job, built, busiest) + [
+        item for item in pipeline.rows(job, built, busiest) if item.axis == "pp"
+    ]
+    exposed = sum(item.exposed_seconds for item in inner)
+    rest = job.physics.step
+    end = max(worst, line.makespan)
+    time = Time(
+        step=end + rest,
+        compute=line.busy[busiest] - exposed,
+        exposed_communication=exposed + late,
+        bubble=end - line.busy[busiest] - late - update,
+        optimizer=update,
+        other=rest,
+    )
+    return time, tuple(inner + reduced)
+
+
+def _layer_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
+    """One step's traffic inside the stages of a rank, equal rows joined."""
+    joined: dict[tuple[str, str, str], Row] = {}
+    for index in pipeline.own_stages(job, rank):
+        for item, layers in built[index].rows:
+            key = (item.axis, item.primitive, item.phase)
+            times = layers * job.microbatches
+            grown = item._replace(
+                times=item.times * times,
+                bytes_per_rank=item.bytes_per_rank * times,
+                wire_bytes=item.wire_bytes * times,
+                seconds=item.seconds * times,
+                exposed_seconds=item.exposed_seconds * times,
+            )
+            joined[key] = _join(joined[key], grown) if key in joined else grown
+    return list(joined.values())
+
+
+def _join(one: Row, two: Row) -> Row:
+    return one._replace(
+        times=one.times + two.times,
+        bytes_per_rank=one.bytes_per_rank + two.bytes_per_rank,
+        wire_bytes=one.wire_bytes + two.wire_bytes,
+        seconds=one.seconds + two.seconds,
+        exposed_seconds=one.exposed_seconds + two.exposed_seconds,
+    )
+
+
+def optimizer_seconds(job: Job, share: Share) -> float:
+    """AdamW reads gradient, master copy and moments, writes the last three and the compute copy."""
+    stack = job.stack
+    dense, expert = data.shard_degrees(job) if job.zero >= 1 else (1, 1)
+    owned = share.dense / dense + share.expert / expert
+    moved = owned * (stack.gradient + 2 * stack.master + 2 * stack.moments + stack.compute_copy)
+    return stream_seconds(moved, job.hardware.device, job.physics)
