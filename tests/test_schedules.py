@@ -164,7 +164,7 @@ def test_every_schedule_does_every_work_once_and_in_order(
         return
     v = schedules.chunks_of(name, v)
     times = [StageTimes(*data.draw(st.tuples(seconds, seconds, seconds))) for _ in range(p * v)]
-    line = simulate(name, p, m, times, message=message)
+    line = simulate(name, p, m, times, message=message, trace=True)
     done: dict[tuple[int, int], set[Kind]] = {}
     for rank, own in enumerate(line.actions):
         ends = -1.0

@@ -6,12 +6,11 @@ no formula for the bubble is right; with even ones a test holds the simulation t
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.spec import schedules
 from fivefold.spec.schedules import Action, Kind
-
-_UNKNOWN = 1e300  # seconds: later than any time
 
 
 class StageTimes(NamedTuple):
@@ -29,8 +28,8 @@ class Timeline(NamedTuple):
     busy: tuple[float, ...]  # per rank
     finished: tuple[float, ...]  # per rank: end of its last action
     peak_in_flight: tuple[float, ...]  # per rank, in units of `weights`
-    actions: tuple[tuple[Action, ...], ...]
-    starts: tuple[tuple[float, ...], ...]
+    actions: tuple[tuple[Action, ...], ...] = ()  # per rank, with `trace`
+    starts: tuple[tuple[float, ...], ...] = ()  # of the actions
 
     @property
     def bubble(self) -> float:
@@ -51,107 +50,137 @@ def simulate(
     *,
     message: float = 0.0,
     weights: Sequence[float] | None = None,
+    trace: bool = False,
 ) -> Timeline:
     """Runs the schedule on stages with the given times (`ranks · chunks` of them).
 
     `message` is the seconds a tensor takes between neighbouring ranks; `weights` the size of one
     micro-batch's saved activations per stage (default 1 / chunks, so that in-flight counts are in
-    rank-micro-batches). They are held from the forward until the last gradient that needs them.
+    rank-micro-batches), held from the forward until the last gradient that needs them. `trace` keeps every
+    action's start.
     """
     chunks, rest = divmod(len(times), ranks)
     if rest or chunks != schedules.chunks_of(name, chunks):
         raise ValueError(f"{len(times)} stage times for schedule {name} on {ranks} ranks")
-    work = schedules.actions(name, ranks, microbatches, chunks)
-    place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(len(times))]
-    starts = _run(work, place, microbatches, times, message)
     sizes = [1.0 / chunks] * len(times) if weights is None else list(weights)
-    busy = tuple(sum(_duration(action, times) for action in own) for own in work)
-    finished = tuple(start[-1] + _duration(own[-1], times) for own, start in zip(work, starts, strict=True))
+    order = _order(name, ranks, microbatches, chunks)
+    clock, peak, starts = _run(order, ranks, microbatches, times, message, sizes)
+    place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(len(times))]
+    busy = [0.0] * ranks
+    for stage, rank in enumerate(place):
+        busy[rank] += microbatches * sum(times[stage])
+    traced: list[list[tuple[Action, float]]] = [[] for _ in range(ranks)]
+    if trace:
+        for step, start in zip(order, starts, strict=True):
+            traced[step.rank].append((step.action, start))
+            if step.partner:
+                own = times[step.action.stage][step.action.kind]
+                traced[step.rank].append((step.partner.action, start + own))
     return Timeline(
-        makespan=max(finished),
-        busy=busy,
-        finished=finished,
-        peak_in_flight=tuple(_peak(own, sizes) for own in work),
-        actions=tuple(tuple(own) for own in work),
-        starts=tuple(tuple(start) for start in starts),
+        makespan=max(clock),
+        busy=tuple(busy),
+        finished=tuple(clock),
+        peak_in_flight=tuple(peak),
+        actions=tuple(tuple(action for action, _ in own) for own in traced) if trace else (),
+        starts=tuple(tuple(start for _, start in own) for own in traced) if trace else (),
     )
 
 
-def _duration(action: Action, times: Sequence[StageTimes]) -> float:
-    stage = times[action.stage]
-    if action.kind is Kind.BACKWARD:
-        return stage.input_grad + stage.weight_grad
-    return stage[action.kind]
+class _Step(NamedTuple):
+    """An action with the results it needs and makes, as indices into one table of end times."""
+
+    rank: int
+    kind: int
+    stage: int
+    needs: int  # 0 is always there
+    crosses: bool  # what it needs comes from another rank
+    makes: int
+    action: Action
+    partner: "_Step | None"  # the action joined to it
 
 
-def _run(
-    work: Sequence[Sequence[Action]],
-    place: Sequence[int],
-    microbatches: int,
-    times: Sequence[StageTimes],
-    message: float,
-) -> list[list[float]]:
-    """Start time of every action; raises RuntimeError if the lists wait for one another."""
-    last = len(place) - 1
-    durations = [(t.forward, t.input_grad, t.weight_grad, t.input_grad + t.weight_grad) for t in times]
-    down = [message if s and place[s] != place[s - 1] else 0.0 for s in range(last + 1)]
-    up = [message if s < last and place[s] != place[s + 1] else 0.0 for s in range(last + 1)]
-    forward_end = [_UNKNOWN] * (len(place) * microbatches)
-    grad_end = [_UNKNOWN] * (len(place) * microbatches)
+@lru_cache(maxsize=128)
+def _order(name: schedules.Name, ranks: int, microbatches: int, chunks: int) -> tuple[_Step, ...]:
+    """All actions in an order in which each follows what it needs; no time changes it.
 
-    def ready(kind: int, stage: int, key: int) -> float:
-        if kind == 0:
-            return forward_end[key - microbatches] + down[stage] if stage else 0.0
-        if kind == 2:
-            return grad_end[key]
-        return grad_end[key + microbatches] + up[stage] if stage < last else forward_end[key]
-
-    starts: list[list[float]] = [[] for _ in work]
-    clock = [0.0] * len(work)
-    done = [0] * len(work)
+    Raises RuntimeError if the ranks' lists wait for one another.
+    """
+    work = schedules.actions(name, ranks, microbatches, chunks)
+    place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
+    known = [False] * (2 * len(place) * microbatches + 2)
+    known[0] = True
+    queues = [[_step(action, rank, place, microbatches) for action in own] for rank, own in enumerate(work)]
+    found: list[_Step] = []
+    done = [0] * ranks
     progress = True
     while progress:
         progress = False
-        for rank, own in enumerate(work):
-            now, begun, position = clock[rank], starts[rank], done[rank]
-            while position < len(own):
-                kind, stage, m, joined = own[position]
-                key = stage * microbatches + m
-                start = max(now, ready(kind, stage, key))
-                now_end = start + durations[stage][kind]
-                second = -1
-                if joined:
-                    kind2, stage2, m2, _ = own[position + 1]
-                    second = stage2 * microbatches + m2
-                    delay = max(0.0, ready(kind2, stage2, second) - start)
-                    start, now_end = start + delay, now_end + delay
-                if start >= _UNKNOWN:
+        for rank, own in enumerate(queues):
+            while done[rank] < len(own):
+                step = own[done[rank]]
+                partner = own[done[rank] + 1] if step.action.joined else None
+                if not known[step.needs] or (partner and not known[partner.needs]):
                     break
-                begun.append(start)
-                if joined:
-                    begun.append(now_end)
-                    now_end += durations[stage2][kind2]
-                    grad_end[second] = now_end
-                if kind == 0:
-                    forward_end[key] = now_end
-                elif kind != 2:
-                    grad_end[key] = now_end
-                now = now_end
-                position += 1 + joined
+                known[step.makes] = True
+                if partner:
+                    known[partner.makes] = True
+                found.append(step._replace(partner=partner))
+                done[rank] += 2 if partner else 1
                 progress = True
-            clock[rank], done[rank] = now, position
-    if any(position < len(own) for position, own in zip(done, work, strict=True)):
+    if any(end < len(own) for end, own in zip(done, queues, strict=True)):
         raise RuntimeError("the schedule's lists wait for one another")
-    return starts
+    return tuple(found)
 
 
-def _peak(own: Sequence[Action], sizes: Sequence[float]) -> float:
-    """Largest sum of activations a rank holds at once."""
-    held = peak = 0.0
-    for kind, stage, _, _ in own:
-        if kind is Kind.FORWARD:
-            held += sizes[stage]
-            peak = max(peak, held)
-        elif kind is not Kind.INPUT_GRAD:
-            held -= sizes[stage]
-    return peak
+def _step(action: Action, rank: int, place: Sequence[int], microbatches: int) -> _Step:
+    """Table: 0 nothing, then ends of forwards by (stage, micro-batch), then of input gradients, then waste."""
+    kind, stage, m, _ = action
+    gradients = len(place) * microbatches
+    forward = 1 + stage * microbatches + m
+    if kind is Kind.FORWARD:
+        needs, other, makes = (forward - microbatches, stage - 1, forward) if stage else (0, stage, forward)
+    elif kind is Kind.WEIGHT_GRAD:
+        needs, other, makes = forward + gradients, stage, 2 * gradients + 1
+    elif stage < len(place) - 1:
+        needs, other, makes = forward + gradients + microbatches, stage + 1, forward + gradients
+    else:
+        needs, other, makes = forward, stage, forward + gradients
+    return _Step(rank, int(kind), stage, needs, place[other] != rank, makes, action, None)
+
+
+def _run(
+    order: Sequence[_Step],
+    ranks: int,
+    microbatches: int,
+    times: Sequence[StageTimes],
+    message: float,
+    sizes: Sequence[float],
+) -> tuple[list[float], list[float], list[float]]:
+    """(end of every rank, its most activations, start of every step) in one pass over the order."""
+    durations = [(t.forward, t.input_grad, t.weight_grad, t.input_grad + t.weight_grad) for t in times]
+    ends = [0.0] * (2 * len(times) * microbatches + 2)
+    clock, held, peak = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
+    starts = []
+    for rank, kind, stage, needs, crosses, makes, _, partner in order:
+        start = ends[needs] + message if crosses else ends[needs]
+        if clock[rank] > start:
+            start = clock[rank]
+        if partner is not None:
+            start = max(start, ends[partner.needs] + (message if partner.crosses else 0.0))
+            held[rank] += sizes[stage]
+            peak[rank] = max(peak[rank], held[rank])
+            held[rank] -= sizes[partner.stage]
+            end = start + durations[stage][kind] + durations[partner.stage][partner.kind]
+            ends[partner.makes] = end
+        else:
+            end = start + durations[stage][kind]
+            if kind == 0:
+                held[rank] += sizes[stage]
+                if held[rank] > peak[rank]:
+                    peak[rank] = held[rank]
+            elif kind != 1:
+                held[rank] -= sizes[stage]
+        starts.append(start)
+        ends[makes] = end
+        clock[rank] = end
+    return clock, peak, starts

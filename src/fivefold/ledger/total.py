@@ -1,7 +1,9 @@
 """The ledger of one layout: memory of every rank class, traffic, FLOPs and time of one optimizer step."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
+from fivefold.config.tree import Model
 from fivefold.ledger import activations, data, flops, pipeline
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
@@ -93,7 +95,13 @@ def estimate(job: Job) -> Ledger:
         for rank, share in enumerate(shares)
     )
     time, traffic = _time(job, built, line, shares)
-    return Ledger(job, classes, traffic, time, line, total(job.model), active(job.model))
+    return Ledger(job, classes, traffic, time, line, *counts(job.model))
+
+
+@lru_cache(maxsize=64)
+def counts(model: Model) -> tuple[int, int]:
+    """(all, active) trained parameters."""
+    return total(model), active(model)
 
 
 def _layers(job: Job, built: list[Stage], rank: int) -> int:

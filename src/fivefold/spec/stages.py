@@ -6,6 +6,7 @@ uneven, earlier stages get fewer layers: they hold the embedding, and more micro
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from fivefold.config.errors import ConfigError
@@ -18,12 +19,16 @@ def split_layers(
 ) -> tuple[range, ...]:
     """Cuts layers 0 … len(costs)−1 into `stages` runs of at least one layer; the heaviest run is minimal.
 
-    `first` and `last` are the costs that the first and last stage bear besides their layers.
+    `first` and `last` are the costs that the first and last stage bear besides their layers. With up to two
+    stages more than layers the last, and then the first, hold head and embedding alone.
 
     Raises:
-        ConfigError: more stages than layers.
+        ConfigError: yet more stages.
     """
     layers = len(costs)
+    if stages - layers in (1, 2):
+        inner = tuple(range(layer, layer + 1) for layer in range(layers))
+        return ((range(0),) if stages - layers == 2 else ()) + inner + (range(layers, layers),)
     if not 1 <= stages <= layers:
         raise ConfigError(
             f"parallel.pp × chunks = {stages} stages: the model's {layers} layers fill 1 to {layers}"
@@ -90,13 +95,14 @@ def _start(
     return start
 
 
-def layer_costs(model: Model) -> list[float]:
+@lru_cache(maxsize=64)
+def layer_costs(model: Model) -> tuple[float, ...]:
     """Matmul parameters that one token meets in each layer."""
     costs = [0.0] * model.layers
     for parameter in parameters(model):
         if parameter.layer is not None:
             costs[parameter.layer] += _active(model, parameter)
-    return costs
+    return tuple(costs)
 
 
 def _active(model: Model, parameter: Parameter) -> float:

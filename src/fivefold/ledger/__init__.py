@@ -1,0 +1,1 @@
+"""Memory, traffic, FLOPs and time of one layout, by arithmetic alone."""

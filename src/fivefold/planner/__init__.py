@@ -1,0 +1,1 @@
+"""Search over layouts, explanation, validation against published runs."""
