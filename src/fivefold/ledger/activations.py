@@ -35,6 +35,8 @@ def kept(job: Job, expert: bool) -> Kept:
     fused = job.stack.fused or job.stack.compiled
     norm = item if fused else 8 if item < 4 else 2 * item  # its input; or two float32 copies
     norms = 2 * streams * (norm + item)
+    if job.stack.keep_gathered:
+        norms += 2 * rows * model.hidden * item * (1 - 1 / split)
     norms += 0 if fused else 2 * 4 * rows / split
     masks = 2 * streams if job.stack.dropout else 0.0
     return Kept(
@@ -100,7 +102,7 @@ def saved(job: Job, expert: bool) -> float:
 
 def _matmul_outputs(job: Job, expert: bool) -> float:
     work = layer(job, expert)
-    outputs = sum(op.m * op.n * op.batch for op in work.matmuls)
+    outputs = sum(op.m * op.n * op.batch for op in work.matmuls) / job.stack.keep_every
     return job.itemsize * (outputs + job.tokens * work.core.heads * work.core.v_dim)
 
 
@@ -110,9 +112,9 @@ def live(job: Job, expert: bool) -> float:
 
 
 def loss(job: Job) -> float:
-    """Logits in the compute type and their float32 copies, of one micro-batch (or one piece of it)."""
+    """Logits and what the loss makes of them, of one micro-batch (or one piece of it)."""
     vocab = -(-job.model.vocab // job.tp)
-    return job.tokens * vocab * (job.itemsize + 4.0 * job.stack.loss_copies) / job.stack.loss_chunks
+    return job.tokens * vocab * job.stack.loss_bytes / job.stack.loss_chunks
 
 
 def embedding(job: Job) -> float:

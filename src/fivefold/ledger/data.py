@@ -39,11 +39,16 @@ def states(job: Job, share: Share) -> States:
     stack = job.stack
     optimizer = stack.moments + (stack.master if stack.compute_copy else 0)
     copy = stack.compute_copy or stack.master
+    if stack.gradient < 4 <= stack.master:
+        optimizer += 4  # the step's float32 copy of the gradient
+    gathered = 0.0
     if job.zero == 3:  # the shard is the master copy; what matmuls read is gathered
         copy, optimizer = stack.master, stack.moments
+        if job.pp > 1:
+            gathered = _split(job, share, stack.compute_copy or stack.master, False)
     whole_gradients = job.pp > 1
     return States(
-        _split(job, share, copy, job.zero == 3),
+        _split(job, share, copy, job.zero == 3) + gathered,
         _split(job, share, stack.gradient, job.zero >= 2 and not whole_gradients),
         _split(job, share, optimizer, job.zero >= 1),
     )
@@ -152,5 +157,6 @@ def exposed(job: Job, found: list[Row], forward: float, backward: float) -> list
             window = backward / 2
         part = item.seconds / total[item.phase]
         edge = item.seconds / max(item.times, 1) * windows
-        result.append(item.exposing(max(edge, item.seconds - reach * windows * window * part)))
+        hidden = min(item.seconds - min(edge, item.seconds), reach * windows * window * part)
+        result.append(item.exposing(item.seconds - (1 - job.physics.sharing) * hidden))
     return result

@@ -28,9 +28,18 @@ class Stack:
         moments: bytes of optimizer moments per parameter.
         overlap_gradients, overlap_parameters: traffic of the data-parallel axes runs under compute.
         overlap_tensor: tensor-parallel traffic runs under matmuls (user buffers, async TP).
+        overlap_tensor_backward: only the backward's tensor-parallel traffic does (Megatron: under dgrad, wgrad).
         overlap_pipeline: messages between stages run under compute.
-        loss_copies: float32 copies of the logits that live at once, besides those in the compute type.
+        fused_softmax: stored scores need batch · heads divisible by this for the one-kernel softmax (Megatron's
+            fused kernel: 4); otherwise scale, mask, upcast, softmax and downcast pass one by one.
+        fused_loss: cross-entropy is one kernel.
+        loss_bytes: bytes a logit takes at the loss's fullest: 6 where softmax and gradient are made in place of
+            one float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
         loss_chunks: pieces the logits are computed in; only one lives at a time.
+        keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op mode: 2).
+        keep_gathered: sequence parallel keeps the gathered inputs of its matmuls instead of gathering them again.
+        dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the same kernel
+            (DeepEP, HybridEP); otherwise once per expert.
         graphs: kernels are launched as recorded graphs, not one by one by the host.
         scatter_messages: pipeline messages are split over tp even without sequence parallel.
     """
@@ -47,9 +56,15 @@ class Stack:
     overlap_gradients: bool = True
     overlap_parameters: bool = True
     overlap_tensor: bool = False
+    overlap_tensor_backward: bool = False
     overlap_pipeline: bool = True
-    loss_copies: int = 2
+    fused_softmax: int = 1
+    fused_loss: bool = False
+    loss_bytes: float = 14.0
     loss_chunks: int = 1
+    keep_every: int = 1
+    keep_gathered: bool = False
+    dispatch_once: bool = False
     graphs: bool = False
     scatter_messages: bool = False
 
@@ -59,7 +74,8 @@ class Job:
     """All a ledger follows from. Degrees as in `spec.mesh`; `microbatches` per replica and step.
 
     `expert_tp` splits each expert's width; by default as tp, 1 where expert ranks re-use the tp ranks too.
-    `imbalance` is the busiest expert rank's load over the mean.
+    `even_layers` splits stages by counting layers only; `head_split` spreads the head over that many pipeline
+    ranks (vocabulary parallel over pp). `imbalance` is the busiest expert rank's load over the mean.
     """
 
     model: Model
@@ -85,6 +101,8 @@ class Job:
     stack: Stack = field(default_factory=Stack)
     physics: Physics = field(default_factory=Physics)
     imbalance: float = 1.0
+    even_layers: bool = False
+    head_split: int = 1
 
     @property
     def world_size(self) -> int:

@@ -108,19 +108,26 @@ def layer(job: Job, expert: bool) -> Layer:
         matmuls += _feed_forward(job, rows, experts.ffn // job.expert_width_split, "expert", local)
         if experts.shared_ffn:
             matmuls += _feed_forward(job, job.tokens, -(-experts.shared_ffn // job.tp), "shared")
-    kernels = 24 if job.stack.fused or job.stack.compiled else 45
-    return Layer(tuple(matmuls), core, _streamed(job, core, expert), kernels + (40 if expert else 0))
+    return Layer(tuple(matmuls), core, _streamed(job, core, expert), _kernels(job, expert))
+
+
+def _kernels(job: Job, expert: bool) -> int:
+    """Launches of a forward: a dense layer's norms, matmuls, attention, residuals; an expert layer routes,
+    sorts,
+    exchanges and calls every local expert, with host synchronisations counted as the launches they cost."""
+    dense = 24 if job.stack.fused or job.stack.compiled else 45
+    return dense + (300 + 30 * (job.model.experts.count // job.ep) if expert else 0)
 
 
 def _streamed(job: Job, core: Core, expert: bool) -> float:
     """Bytes of norms, residuals, rotary, activation and routing, each input read and output written once.
 
-    An eager unfused norm upcasts and makes seven passes (torch-facts §1: pow, mean, rsqrt, mul allocate); an
-    unfused activation writes silu and product apart, unfused rotary its halves.
+    An eager RMSNorm upcasts and makes seven passes (torch-facts §1: pow, mean, rsqrt, mul allocate), an eager
+    LayerNorm one and a cast; an unfused activation writes silu and product apart, unfused rotary its halves.
     """
     model, item, fused = job.model, job.itemsize, job.stack.fused or job.stack.compiled
     rows, split = job.tokens, job.sequence_split
-    norm = 2 * item if fused else 7 * 4
+    norm = 2 * item if fused else 28 if model.norm == "rmsnorm" else 10
     mask = 2 if job.stack.dropout else 0
     residual = 3 * item + mask
     total = 2.0 * rows * model.hidden / split * (norm + residual)
@@ -136,7 +143,8 @@ def _streamed(job: Job, core: Core, expert: bool) -> float:
         copies = routed_rows(job) * job.imbalance
         width = job.model.experts.ffn // job.expert_width_split
         total += copies * width * item * passes
-        total += copies * model.hidden * item * 8  # permute and restore, here and at the experts
+        # Permute and restore, here and at the experts, each read and written.
+        total += copies * model.hidden * item * (3 if job.stack.dispatch_once else 6)
         width = -(-job.model.experts.shared_ffn // job.tp)
     return total + rows * width * item * passes
 

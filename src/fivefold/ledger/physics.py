@@ -18,6 +18,7 @@ class Physics:
     tile: rows and columns of the output tile a multiprocessor computes; partial tiles and waves are lost.
     memory_rate: part of the datasheet bandwidth that streams reach (STREAM copy: A100 0.79, H100 0.87).
     small_read: bytes at which a memory-bound kernel reaches half of that rate. Fitted.
+    sustained_attention: as sustained_matmul, for attention kernels. Fitted.
     attention_half: sequence length at which flash attention reaches half its best rate (FA2 curves).
     attention_backward: backward of fused attention runs at this part of the forward's rate (FA2, FA3 curves).
     misaligned: rate of a batched matmul whose inner width is no multiple of 8 elements (tensor-core
@@ -28,27 +29,26 @@ class Physics:
     collective_ramp: bytes at which a collective between nodes reaches half its bandwidth (collectives.tsv,
         aws_p5 and b200x32 curves).
     launch: seconds of host time per kernel in an eager stack; steps are never faster than their launches.
-    jitter: a pipeline's or a data-parallel group's slowest member, relative per doubling of ranks. Fitted.
     context_bytes: device context, libraries and communicators outside of the allocator (0.5-1.5 GB,
     formulas.md §5). fragmentation: part of activations and buffers the allocator reserves without use (3-10
     %, formulas.md §5). step: seconds per optimizer step outside of all else: data, logging, scalar
     reductions. Fitted.
     """
 
-    sustained_matmul: float = 0.92
-    matmul_ramp: float = 8e-6
+    sustained_matmul: float = 0.84
+    matmul_ramp: float = 6e-6
     tile: tuple[int, int] = (128, 256)
-    memory_rate: float = 0.82
-    small_read: float = 4e6
+    memory_rate: float = 0.85
+    small_read: float = 3e6
+    sustained_attention: float = 0.6
     attention_half: float = 400.0
     attention_backward: float = 0.8
-    misaligned: float = 0.5
-    sharing: float = 0.08
-    tensor_overlap: float = 0.7
-    gradient_window: float = 0.8
+    misaligned: float = 0.2
+    sharing: float = 0.07
+    tensor_overlap: float = 0.75
+    gradient_window: float = 0.6
     collective_ramp: float = 8e6
-    launch: float = 5e-6
-    jitter: float = 0.0
+    launch: float = 7.5e-6
     step: float = 0.02
-    context_bytes: float = 1.2e9
+    context_bytes: float = 1.8e9
     fragmentation: float = 0.05

@@ -19,7 +19,7 @@ class Stage(NamedTuple):
     share: Share
     times: StageTimes
     saved: float
-    rows: tuple[tuple[Row, int], ...]  # traffic of one micro-batch, and how many layers have it
+    rows: tuple[tuple[Row, float], ...]  # traffic of one micro-batch, and how many layers have it
 
 
 class Costs(NamedTuple):
@@ -50,14 +50,20 @@ def costs(job: Job) -> Costs:
 
 def stages(job: Job, cost: Costs) -> list[Stage]:
     """Every stage of the model under `job`."""
-    return [_stage(job, cost, content) for content in contents(job.model, job.stages)]
+    return [_stage(job, cost, content) for content in contents(job.model, job.stages, job.even_layers)]
 
 
 def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:
-    pieces = [(cost.dense, content.dense_layers), (cost.expert, content.expert_layers)]
-    pieces += [(cost.first, int(content.first)), (cost.last, int(content.last))]
+    pieces: list[tuple[Work | None, float]] = [
+        (cost.dense, content.dense_layers),
+        (cost.expert, content.expert_layers),
+    ]
+    pieces += [
+        (cost.first, int(content.first)),
+        (cost.last, 1.0 / job.stages if job.head_split > 1 else int(content.last)),
+    ]
     forward = inputs = weights = 0.0
-    rows: list[tuple[Row, int]] = []
+    rows: list[tuple[Row, float]] = []
     for work, count in pieces:
         if work is None or not count:
             continue
@@ -71,7 +77,8 @@ def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:
         saved += activations.embedding(job)
     if content.last:
         saved += activations.head_input(job)
-        saved += activations.loss(job) if job.stack.loss_chunks == 1 else 0.0
+    if job.stack.loss_chunks == 1 and (content.last or job.head_split > 1):
+        saved += activations.loss(job) / (job.stages if job.head_split > 1 else 1)
     return Stage(content, stage_share(job, content), StageTimes(forward, inputs, weights), saved, tuple(rows))
 
 

@@ -37,7 +37,7 @@ def core_seconds(core: Core, job: Job) -> tuple[float, float]:
     if job.stack.attention == "unfused":
         return _unfused(core, job)
     physics = job.physics
-    rate = job.hardware.device.attention[job.stack.attention]
+    rate = job.hardware.device.attention[job.stack.attention] * physics.sustained_attention
     rate *= core.keys / (core.keys + physics.attention_half)
     if core.qk_dim % 8:
         rate *= physics.misaligned
@@ -56,8 +56,9 @@ def _unfused(core: Core, job: Job) -> tuple[float, float]:
     )
     elements = float(batch * core.queries * core.keys)
     dropped = (2 * item + 1) if job.stack.dropout else 0
-    forward = elements * (2 * item + dropped)
-    backward = elements * (3 * item + dropped)
+    apart = 8 * 4 if batch % job.stack.fused_softmax else 0
+    forward = elements * (2 * item + dropped + apart)
+    backward = elements * (3 * item + dropped + apart)
     return (
         products + stream_seconds(forward, device, physics),
         2 * products + stream_seconds(backward, device, physics),

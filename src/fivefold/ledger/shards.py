@@ -8,7 +8,7 @@ from fivefold.ledger.job import Job
 from fivefold.spec.layout import Owned, Split, placements
 from fivefold.spec.legal import units
 from fivefold.spec.parameters import Parameter, parameters
-from fivefold.spec.stages import model_stages
+from fivefold.spec.stages import even_split, model_stages
 
 
 class Share(NamedTuple):
@@ -92,11 +92,11 @@ class StageContent(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def contents(model: Model, stages: int) -> tuple[StageContent, ...]:
-    """What each stage holds, by the stage split."""
+def contents(model: Model, stages: int, even: bool = False) -> tuple[StageContent, ...]:
+    """What each stage holds: by the balanced split, or by counting layers only."""
     boundary = model.experts.dense_layers if model.experts.count else model.layers
     found = []
-    for stage, layers in enumerate(model_stages(model, stages)):
+    for stage, layers in enumerate(even_split(model.layers, stages) if even else model_stages(model, stages)):
         dense = max(0, min(layers.stop, boundary) - layers.start)
         found.append(StageContent(dense, len(layers) - dense, stage == 0, stage == stages - 1))
     return tuple(found)
@@ -107,10 +107,12 @@ def stage_share(job: Job, content: StageContent) -> Share:
     part = parts(job.model, job.tp, job.ep, job.expert_width_split)
     dense = content.dense_layers * part.dense_layer.dense + content.expert_layers * part.expert_layer.dense
     share = Share(dense, content.expert_layers * part.expert_layer.expert)
-    if content.first:
+    if content.first and job.head_split == 1:
         share += part.embedding
     if content.last:
         share += part.norm
-        if not (job.model.tied and content.first):
+        if not (job.model.tied and content.first) and job.head_split == 1:
             share += part.head
+    if job.head_split > 1:
+        share += Share((part.embedding.dense + part.head.dense) // job.stages, 0)
     return share

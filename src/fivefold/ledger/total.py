@@ -190,7 +190,7 @@ def _layer_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
     for index in pipeline.own_stages(job, rank):
         for item, layers in built[index].rows:
             key = (item.axis, item.primitive, item.phase)
-            times = layers * job.microbatches
+            times = round(layers * job.microbatches)
             grown = item._replace(
                 times=item.times * times,
                 bytes_per_rank=item.bytes_per_rank * times,

@@ -109,6 +109,10 @@ def _latent(text: str) -> LatentAttention | None:
 
 def _experts(row: Row, count: int, ffn: int, layers: int) -> Experts:
     width = _or(row, "moe_ffn_hidden", 0) or ffn
+    if not width:
+        raise Missing("moe_ffn_hidden")
+    if stacks.gelu(row):
+        width = width * 2 // 3  # ungated experts have two matrices where the model's have three
     shared = _or(row, "shared_experts", 1 if row.get("shared_experts", "") == "yes" else 0)
     dense = 3 if count == 256 else 1 if count == 64 and "kv_lora" in row.get("head_dim", "") else 0
     return Experts(
@@ -193,8 +197,8 @@ def zero_of(row: Row, dp: int) -> tuple[int, int]:
     text = row.get("zero_stage_or_fsdp", "")
     if dp == 1 and not re.search("FSDP", text):
         return 0, 0
-    group = re.search(r"(?:over|group|FSDP)\D{0,20}?(\d+)", re.sub(r"FSDP[12]", "FSDP", text))
-    size = int(group[1]) if group and "dp" not in text.split(group[1])[0] else 0
+    group = re.search(r"(?:over|group|FSDP) (?:dp\*cp=)?(\d+)", text)
+    size = int(group[1]) if group else 0
     if re.search(r"ZeRO-1|ptim_?izer|optim|Adam", text) and not re.search("FSDP", text):
         return (0, 0) if re.match(r"0\b|ZeRO-0", text) else (1, 0)
     if re.search(r"ZeRO-2|SHARD_GRAD_OP", text):
@@ -258,6 +262,8 @@ def job_of(row: Row, physics: Physics) -> Job:
         schedule="interleaved" if sizes.chunks > 1 and sizes.pp > 1 else "1f1b",
         chunks=sizes.chunks if sizes.pp > 1 else 1,
         recompute=recompute_of(row),
+        even_layers=not says(row, r"redistributed"),
+        head_split=sizes.pp if says(row, r"vocab parallel|TP-style vocab") else 1,
         precision=precision_of(row),
         stack=stacks.stack_of(row),
         physics=physics,
@@ -265,9 +271,10 @@ def job_of(row: Row, physics: Physics) -> Job:
 
 
 def _micro_batch(row: Row, batch: int, sizes: Sizes) -> int:
-    """Stated; else the share of a replica in as many micro-batches as there are pipeline stages (1 without)."""
+    """Stated; else Megatron's smallest, elsewhere a replica's share in as many pieces as pipeline ranks."""
     stated = number(row, "micro_batch")
     if stated:
         return int(stated)
-    share = max(1, batch // sizes.dp)
-    return max(1, share // sizes.pp)
+    if stacks.megatron(row):
+        return 1
+    return max(1, batch // sizes.dp // sizes.pp)

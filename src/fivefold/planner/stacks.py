@@ -43,7 +43,7 @@ def attention(row: Columns) -> Attention:
 
 def megatron(row: Columns) -> bool:
     """Megatron and what is built on it keep bf16 parameters, float32 gradients and a float32 master copy."""
-    return says(row, r"Megatron|NeMo|mcore|SC21|Korthikanti|BLOOM|dgxc|vocab parallel|DDP-impl|Llama 3 Herd")
+    return says(row, r"Megatron|VocabularyParallel|NeMo|mcore|SC21|Korthikanti|BLOOM|dgxc|vocab parallel|DDP-impl|Llama 3 Herd")
 
 
 def fsdp(row: Columns) -> bool:
@@ -52,7 +52,9 @@ def fsdp(row: Columns) -> bool:
 
 def gelu(row: Columns) -> bool:
     """Whether the feed-forward has no gate, where the parameter count does not tell."""
-    return says(row, r"GPT|MPT|BLOOM|Turing|OPT|Nemotron-4|NeoX") and not says(row, r"swiglu")
+    named = f"{row['model']} {row['source']}"
+    plain = re.search(r"GPT|MPT|BLOOM|Turing|MT-NLG|\bOPT\b|Nemotron-4|NeoX", named)
+    return plain is not None and not says(row, r"swiglu|GPT-OSS")
 
 
 def dropout(row: Columns) -> bool:
@@ -73,13 +75,16 @@ def stack_of(row: Columns) -> Stack:
         gradient, copy, master = (2 if pure else 4), 2, (2 if pure else 4)
     else:
         gradient, copy, master = 4, 2, 4
+    if says(row, r"fp32 grad") and says(row, r"DeepSpeed|BLOOM|nanotron"):
+        gradient = 6  # the 16-bit gradient, and the float32 sum
+    compiled = row.get("compiled", "") in ("yes", "XLA")
     overlapped = says(row, r"overlap.?grad|grad all-reduce overlaps|FSDP|MaxText") and not says(
         row, r"NOT overlapped|exposed at end"
     )
     return Stack(
         attention=attention(row),
-        fused=megatron(row) or says(row, r"MPT|nanotron"),
-        compiled=row.get("compiled", "") in ("yes", "XLA"),
+        fused=megatron(row) or says(row, r"nanotron"),
+        compiled=compiled,
         dropout=dropout(row),
         compute_copy=copy,
         master=master,
@@ -90,11 +95,22 @@ def stack_of(row: Columns) -> Stack:
         overlap_parameters=is_hopper_or_newer(row) or fsdp(row),
         overlap_tensor=says(row, r"userbuffer|tp-comm-overlap|async ?TP")
         and not says(row, r"tp_comm_overlap (off|False)|vanilla TP"),
+        overlap_tensor_backward=is_hopper_or_newer(row) and megatron(row),
+        dispatch_once=says(row, r"Megatron-Bridge|DeepEP|HybridEP"),
         overlap_pipeline=True,
-        loss_copies=1 if says(row, r"cross-entropy-loss-fusion") else 2,
-        graphs=says(row, r"CUDA graphs"),
-        scatter_messages=megatron(row),
+        fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge") or compiled,
+        loss_bytes=6.0 if megatron(row) else 12.0 if compiled else 14.0,
+        keep_gathered=says(row, r"async TP linear"),
+        keep_every=2 if says(row, r"per-op SAC") else 1,
+        graphs=graphs(row),
+        scatter_messages=megatron(row) and not says(row, r"DeepSpeed"),
+        fused_softmax=4 if old else 1,
     )
+
+
+def graphs(row: Columns) -> bool:
+    """Whether launches are recorded: NVIDIA's recipes do so on NVL72 machines; elsewhere only "in some"."""
+    return says(row, r"Megatron-Bridge") and row["gpu"].startswith("GB")
 
 
 def half_reduce(row: Columns, gradient: int) -> bool:

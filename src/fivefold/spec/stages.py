@@ -7,7 +7,7 @@ uneven, earlier stages get fewer layers: they hold the embedding, and more micro
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from fivefold.config.errors import ConfigError
 from fivefold.config.tree import Model
@@ -93,6 +93,18 @@ def _start(
         start -= 1
         load += costs[start]
     return start
+
+
+def even_split(layers: int, stages: int) -> tuple[range, ...]:
+    """The split of frameworks that only count layers: equal runs, the remainder to the first stages; where
+    embedding and head as two layers more make the runs equal, the ends hold one layer less (Megatron)."""
+    if layers % stages and (layers + 2) % stages == 0:
+        each = (layers + 2) // stages
+        sizes = [each - (stage in (0, stages - 1)) for stage in range(stages)]
+    else:
+        sizes = [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    ends = list(accumulate(sizes))
+    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 @lru_cache(maxsize=64)
