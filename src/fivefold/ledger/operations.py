@@ -51,7 +51,7 @@ class Layer(NamedTuple):
     matmuls: tuple[Matmul, ...]
     core: Core
     streamed: float  # bytes read and written by memory-bound kernels
-    kernels: int  # launches
+    kernels: float  # launches
 
 
 def _core(job: Job) -> Core:
@@ -111,12 +111,15 @@ def layer(job: Job, expert: bool) -> Layer:
     return Layer(tuple(matmuls), core, _streamed(job, core, expert), _kernels(job, expert))
 
 
-def _kernels(job: Job, expert: bool) -> int:
+def _kernels(job: Job, expert: bool) -> float:
     """Launches of a forward: a dense layer's norms, matmuls, attention, residuals; an expert layer routes,
     sorts,
     exchanges and calls every local expert, with host synchronisations counted as the launches they cost."""
     dense = 24 if job.stack.fused or job.stack.compiled else 45
-    return dense + (300 + 30 * (job.model.experts.count // job.ep) if expert else 0)
+    if not expert:
+        return dense
+    physics, local = job.physics, job.model.experts.count // job.ep
+    return dense + physics.expert_kernels + physics.local_expert_kernels * local
 
 
 def _streamed(job: Job, core: Core, expert: bool) -> float:

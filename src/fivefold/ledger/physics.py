@@ -29,10 +29,13 @@ class Physics:
     collective_ramp: bytes at which a collective between nodes reaches half its bandwidth (collectives.tsv,
         aws_p5 and b200x32 curves).
     launch: seconds of host time per kernel in an eager stack; steps are never faster than their launches.
-    context_bytes: device context, libraries and communicators outside of the allocator (0.5-1.5 GB,
-    formulas.md §5). fragmentation: part of activations and buffers the allocator reserves without use (3-10
-    %, formulas.md §5). step: seconds per optimizer step outside of all else: data, logging, scalar
-    reductions. Fitted.
+    expert_kernels, local_expert_kernels: launches (host synchronisations counted as launches) of an expert
+        layer's routing and exchange, and of each local expert. Fitted.
+    step: seconds per optimizer step outside of all else: data, logging, scalar reductions. Fitted.
+    context_bytes: device context, libraries and communicators outside of the allocator (formulas.md §5: 0.5
+        to 1 GiB and buffers per communicator; NOTES.md: about 1.5 GB on V100 and A100).
+    fragmentation: part of activations and buffers the allocator reserves without use (formulas.md §5: 3 to
+        10 %).
     """
 
     sustained_matmul: float = 0.84
@@ -40,15 +43,17 @@ class Physics:
     tile: tuple[int, int] = (128, 256)
     memory_rate: float = 0.85
     small_read: float = 3e6
-    sustained_attention: float = 0.6
+    sustained_attention: float = 0.7
     attention_half: float = 400.0
     attention_backward: float = 0.8
     misaligned: float = 0.2
     sharing: float = 0.07
     tensor_overlap: float = 0.75
-    gradient_window: float = 0.6
+    gradient_window: float = 0.9
     collective_ramp: float = 8e6
-    launch: float = 7.5e-6
+    launch: float = 6.5e-6
+    expert_kernels: float = 300.0
+    local_expert_kernels: float = 18.0
     step: float = 0.02
     context_bytes: float = 1.8e9
     fragmentation: float = 0.05
