@@ -8,6 +8,7 @@ touched, and errors that are the same on every rank. storage.py describes the fi
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import shutil
@@ -16,24 +17,25 @@ import warnings
 from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from fivefold.config.tree import Checkpoint
 from fivefold.trainer import shelf
 from fivefold.trainer.shelf import CheckpointError
 from fivefold.trainer.storage import CheckpointWriter, Stored, dtype_name
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +125,7 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The newest complete checkpoint, the same on all ranks; waits for a save under way."""
         self._settle()
-        found: list[Path | None] = [next(reversed(shelf.complete(self._directory)), None)]
-        if self._group is not None:
-            dist.broadcast_object_list(found, src=0, group=self._group)
-        return found[0]
+        return self._broadcast(next(reversed(shelf.complete(self._directory)), None))
 
     def load(self, path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
         """Fills the tensors of `state` in place from the checkpoint `path`; returns the counters saved there.
@@ -145,9 +144,9 @@ class Checkpointer:
             problems = [str(error)]
         self._agree(problems, stored.fingerprint if stored else "")
         assert stored is not None  # else some rank, this one, had a problem
-        self._agree(self._differences(stored, state))
+        self._agree(stored.differences(state, self._unasked(stored, state)))
         try:
-            load(
+            state_dict_loader.load(
                 dict(state),
                 storage_reader=FileSystemReader(path),
                 process_group=self._group,
@@ -174,32 +173,13 @@ class Checkpointer:
 
     def _meet(self) -> str:
         """Rank 0 opens the directory and leaves a file there that the others must see; returns its ID."""
-        session, error = shelf.unique(), ""
+        session, error = self._broadcast(self._open() if self._rank == 0 else ("", ""))
         witness = self._directory / f"{shelf.WITNESS}{session}"
-        if self._rank == 0:
-            try:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                self._lock = shelf.lock(self._directory)
-                if self._lock is not None:
-                    shelf.clean(self._directory)
-                witness.touch()
-            except (OSError, CheckpointError) as caught:
-                error = f"cannot use {self._directory} for checkpoints: {caught}"
-        if self._group is None:
-            seen: list[str] = [socket.gethostname()]
-        else:
-            said = [session, error]
-            dist.broadcast_object_list(said, src=0, group=self._group)
-            session, error = said
-            witness = self._directory / f"{shelf.WITNESS}{session}"
-            seen = [""] * self._world_size
-            dist.all_gather_object(
-                seen, socket.gethostname() if not os.path.exists(witness) else "", self._group
-            )
+        seen = self._gather((os.path.exists(witness), socket.gethostname()))
         if self._rank == 0:
             witness.unlink(missing_ok=True)
-        blind = [f"{rank} ({host})" for rank, host in enumerate(seen) if host and self._group is not None]
-        if not error and blind:
+        blind = [f"{rank} ({host})" for rank, (sees, host) in enumerate(seen) if not sees]
+        if blind and not error:
             error = (
                 f"checkpoints need one directory that all ranks share: what rank 0 writes to "
                 f"{self._directory} is not seen by ranks {', '.join(blind)}; set run.dir to a shared one"
@@ -208,6 +188,33 @@ class Checkpointer:
             raise CheckpointError(error)
         return session
 
+    def _open(self) -> tuple[str, str]:
+        """Makes, locks and cleans the directory: the ID of the file left there, and what went wrong."""
+        session = shelf.unique()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._lock = shelf.lock(self._directory)
+            if self._lock is not None:  # else another run might be saving there: better litter than loss
+                shelf.clean(self._directory)
+            (self._directory / f"{shelf.WITNESS}{session}").touch()
+        except (OSError, CheckpointError) as error:
+            return session, f"cannot keep checkpoints in {self._directory}: {error}"
+        return session, ""
+
+    def _broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        said = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(said, src=0, group=self._group)
+        return said[0]
+
+    def _gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        said = [value] * self._world_size
+        if self._group is not None:
+            dist.all_gather_object(said, value, self._group)
+        return said
+
     def _settle(self) -> None:
         """Waits until the thread leaves the group alone; the save's outcome stays to be told by `wait`."""
         if self._pending is not None:
@@ -215,12 +222,9 @@ class Checkpointer:
 
     def _agree(self, problems: list[str], fingerprint: str = "") -> None:
         """Raises the same CheckpointError on every rank if any rank has a problem."""
-        said: list[tuple[list[str], str]] = [(problems, fingerprint)]
-        if self._group is not None:
-            said *= self._world_size
-            dist.all_gather_object(said, (problems, fingerprint), self._group)
+        said = self._gather((problems, fingerprint))
         everything = list(dict.fromkeys(line for lines, _ in said for line in lines))
-        if not everything and len({print_ for _, print_ in said}) > 1:
+        if not everything and len({seen for _, seen in said}) > 1:
             everything = ["ranks read different checkpoints under the same name: is the directory shared?"]
         if everything:
             shown = everything[:3] + ([f"and {len(everything) - 3} more"] if len(everything) > 3 else [])
@@ -250,8 +254,10 @@ class Checkpointer:
     ) -> None:
         """The save itself, in the background thread; rank 0 then prunes."""
         try:
-            with _single_process_is_fine():
-                save(state, storage_writer=writer, planner=planner, process_group=self._group)
+            with contextlib.nullcontext() if self._group else _single_process_is_fine():
+                state_dict_saver.save(
+                    state, storage_writer=writer, planner=planner, process_group=self._group
+                )
         except CheckpointException as error:
             # torch raises this after hearing from all ranks, so nobody writes there any more.
             if self._rank == 0:
@@ -265,27 +271,13 @@ class Checkpointer:
             except OSError as error:
                 logger.warning("an old checkpoint could not be removed: %s", error)
 
-    def _differences(self, stored: Stored, state: dict[str, Tensor]) -> list[str]:
-        """One line for each name that is not both stored and asked for, with the same shape and dtype."""
-        problems = []
+    def _unasked(self, stored: Stored, state: dict[str, Tensor]) -> list[str]:
+        """The stored names that no rank asks for (each pipeline stage asks for others)."""
         names = sorted(stored.tensors)
         asked = torch.tensor([name in state for name in names], dtype=torch.uint8)
-        if self._group is not None:  # pipeline stages ask for different names
+        if self._group is not None:
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
-        for name, is_asked in zip(names, asked.tolist(), strict=True):
-            if not is_asked:
-                problems.append(f"{stored.path} holds {name}, which this run does not have")
-        for name, tensor in state.items():
-            mine = (tuple(tensor.shape), tensor.dtype)
-            if name not in stored.tensors:
-                problems.append(f"{stored.path} does not hold {name}, which this run needs")
-            elif stored.tensors[name] != mine:
-                (shape, dtype), kind = stored.tensors[name], dtype_name(mine[1])
-                problems.append(
-                    f"{stored.path} holds {name} as {dtype_name(dtype)}{list(shape)}, "
-                    f"this run needs {kind}{list(mine[0])}"
-                )
-        return problems
+        return [name for name, is_asked in zip(names, asked.tolist(), strict=True) if not is_asked]
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -335,7 +327,7 @@ def load_tensors(path: Path, prefix: str = "model.") -> dict[str, Tensor]:
         if name.startswith(prefix)
     }
     with _single_process_is_fine():
-        load(
+        state_dict_loader.load(
             tensors,
             storage_reader=FileSystemReader(path),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fivefold.trainer import shelf
+from fivefold.trainer.shelf import SUMS, CheckpointError
 
 FORMAT = 1  # raised when a reader of today could misread what is written
 MANIFEST, CONFIG = "manifest.json", "config.toml"
@@ -149,7 +151,7 @@ class CheckpointWriter(FileSystemWriter):
         self._write(CONFIG, self._config_text)
         self._write(MANIFEST, json.dumps(self._manifest(metadata), indent=1))
         lines = [f"{file.sha256}  {file.name}\n" for _, file in sorted(self.fs.written.items())]
-        self._write(shelf.SUMS, "".join(lines))
+        self._write(SUMS, "".join(lines))
         shelf.commit(self._partial, self._final)
 
     def _manifest(self, metadata: Metadata) -> dict[str, Any]:
@@ -187,37 +189,26 @@ class Stored:
     fingerprint: str  # checksum of the checksums: equal for equal checkpoints
     counters: dict[str, Any]
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    sizes: dict[str, int]  # bytes of every file but MANIFEST and shelf.SUMS
-    sums: dict[str, str]  # SHA-256 of every file but shelf.SUMS
+    sizes: dict[str, int]  # bytes of every file but MANIFEST and SUMS
+    sums: dict[str, str]  # SHA-256 of every file but SUMS
 
     @classmethod
     def read(cls, path: Path) -> Stored:
         """Reads and checks the two small files that describe the rest. Raises CheckpointError."""
-        text = _read(path / shelf.SUMS)
-        sums = {}
-        for line in text.decode(errors="replace").removesuffix("\n").split("\n"):
-            match = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
-            if match is None:
-                raise shelf.CheckpointError(
-                    f"{path / shelf.SUMS} is damaged: {line!r} is not a checksum and a file name"
-                )
-            sums[match[2]] = match[1]
-        if MANIFEST not in sums:
-            raise shelf.CheckpointError(f"{path / shelf.SUMS} is damaged: it does not list {MANIFEST}")
+        text = _read(path / SUMS)
+        sums = _parse_sums(path / SUMS, text.decode(errors="replace"))
         manifest = _read(path / MANIFEST)
         if hashlib.sha256(manifest).hexdigest() != sums[MANIFEST]:
-            raise shelf.CheckpointError(
-                f"{path / MANIFEST} is damaged: it does not have the checksum in {shelf.SUMS}"
-            )
+            raise CheckpointError(f"{path / MANIFEST} is damaged: it does not have the checksum in {SUMS}")
         content = json.loads(manifest)
         if content["format"] != FORMAT:
-            raise shelf.CheckpointError(
+            raise CheckpointError(
                 f"{path} has checkpoint format {content['format']}, this version of Fivefold reads {FORMAT}"
             )
         unlisted = sums.keys() ^ content["files"].keys() ^ {MANIFEST}
         if unlisted:
-            raise shelf.CheckpointError(
-                f"{path / shelf.SUMS} is damaged: it and {MANIFEST} disagree on {sorted(unlisted)}"
+            raise CheckpointError(
+                f"{path / SUMS} is damaged: it and {MANIFEST} disagree on {sorted(unlisted)}"
             )
         tensors = {
             key: (tuple(value["shape"]), getattr(torch, value["dtype"]))
@@ -248,14 +239,47 @@ class Stored:
                     if found != size:
                         problems.append(f"{path} has {found} bytes, not the {size} that were written")
                     elif hashlib.file_digest(file, "sha256").hexdigest() != self.sums[name]:
-                        problems.append(f"{path} is damaged: it does not have the checksum in {shelf.SUMS}")
+                        problems.append(f"{path} is damaged: it does not have the checksum in {SUMS}")
             except OSError as error:
                 problems.append(f"{path} cannot be read: {error.strerror}")
         return problems
+
+    def differences(self, state: dict[str, Tensor], unasked: list[str]) -> list[str]:
+        """One line for each tensor that is not both stored and asked for, with the same shape and dtype."""
+        problems = [f"{self.path} holds {name}, which this run does not have" for name in unasked]
+        for name, tensor in state.items():
+            asked = _kind(tensor.shape, tensor.dtype)
+            if name not in self.tensors:
+                problems.append(f"{self.path} does not hold {name}, which this run needs")
+            elif _kind(*self.tensors[name]) != asked:
+                found = _kind(*self.tensors[name])
+                problems.append(f"{self.path} holds {name} as {found}, this run needs {asked}")
+            elif tensor.is_meta:
+                problems.append(f"{name} has no memory to be loaded into (it is on the meta device)")
+        return problems
+
+
+def _kind(shape: Iterable[int], dtype: torch.dtype) -> str:
+    return f"{dtype_name(dtype)} {list(shape)}"
+
+
+def _parse_sums(path: Path, text: str) -> dict[str, str]:
+    """Name → checksum, from a file in the format of sha256sum. Strict, since nothing guards it but this."""
+    if not text.endswith("\n"):
+        raise CheckpointError(f"{path} is damaged: it does not end with a line end")
+    sums = {}
+    for line in text[:-1].split("\n"):
+        match = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
+        if match is None:
+            raise CheckpointError(f"{path} is damaged: {line!r} is not a checksum and a file name")
+        sums[match[2]] = match[1]
+    if MANIFEST not in sums:
+        raise CheckpointError(f"{path} is damaged: it does not list {MANIFEST}")
+    return sums
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise shelf.CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
