@@ -1,0 +1,103 @@
+"""What a person sees: a start page, one live line, an end page; plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from fivefold.config.tree import Config
+from fivefold.observe.facts import EndFacts, StartFacts
+from fivefold.observe.live import LiveLine, Progress, plain_line
+from fivefold.observe.metrics import StepMetrics
+from fivefold.observe.pages import end_page, memory_page, start_page
+
+if TYPE_CHECKING:
+    from fivefold.observe.memory import MemoryByCategory
+
+REFRESH_SECONDS = 0.1  # the live line is drawn no more often; a drawing costs about a millisecond
+
+
+class RunConsole:
+    """Rank 0's view of a run. A sink that also has pages and notes.
+
+    On a terminal it draws one live line and every note above it. Elsewhere (a file, a pipe, `TERM=dumb`) it
+    writes a plain line every `log.every` steps, and nothing it writes holds a control character.
+    """
+
+    def __init__(self, config: Config, stream: TextIO) -> None:
+        terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._console = Console(
+            file=stream,
+            force_terminal=terminal,
+            force_jupyter=False,
+            highlight=False,
+            markup=False,
+            emoji=False,
+        )
+        self._every = config.log.every
+        self._progress = Progress(config.run.steps)
+        self._live = (
+            Live(LiveLine(self._progress), console=self._console, auto_refresh=False) if terminal else None
+        )
+        self._first_step: int | None = None
+        self._drawn = 0.0
+        self._entropy: float | None = None
+
+    def start(self, facts: StartFacts) -> None:
+        """Prints the start page; the live line appears below it."""
+        self._entropy = facts.unigram_entropy
+        self._console.print(start_page(facts))
+        if self._live:
+            self._live.start(refresh=True)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._progress.add(metrics)
+        if self._live:
+            self._draw(last=metrics.step == self._progress.total_steps)
+        elif self._due(metrics.step):
+            self._print(plain_line(self._progress))
+
+    def memory(self, memory: MemoryByCategory) -> None:
+        """Prints memory by category, once it is known."""
+        self._print(memory_page(memory))
+
+    def evaluation(self, step: int, loss: float) -> None:
+        against = f", {self._entropy - loss:.2f} nats below the unigram entropy" if self._entropy else ""
+        self.note(f"step {step}: evaluation loss {loss:.3f}{against}")
+
+    def note(self, line: str) -> None:
+        """Prints one line above the live one."""
+        self._print(line)
+
+    def finish(self, facts: EndFacts) -> None:
+        """Ends the live line and prints the end page."""
+        self.close()
+        self._console.print(end_page(facts))
+
+    def close(self) -> None:
+        """Leaves the terminal as it was; may be called twice."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def _draw(self, last: bool) -> None:
+        now = time.monotonic()
+        if self._live and (last or now - self._drawn >= REFRESH_SECONDS):
+            self._drawn = now
+            self._live.refresh()
+
+    def _due(self, step: int) -> bool:
+        if self._first_step is None:
+            self._first_step = step
+        return step in (self._first_step, self._progress.total_steps) or step % self._every == 0
+
+    def _print(self, what: RenderableType) -> None:
+        if isinstance(what, str):
+            self._console.print(Text(what), soft_wrap=True)
+        else:
+            self._console.print(what)
