@@ -148,6 +148,9 @@ def test_validation_batches_have_full_rows_and_count_each_sample_once(
     batches = list(samples.validation_batches(4, limit=100))
     assert [batch.tokens.shape for batch in batches] == [(4, 2)] * 3
     assert [batch.loss_tokens for batch in batches] == [8, 8, 4]
+    held_out = set(range(500)) - set(samples.sample_ids(0, samples.training_count).tolist())
+    first_tokens = torch.cat([batch.tokens[:, 0] for batch in batches])[:10].tolist()
+    assert sorted(first_tokens) == sorted(1 + 2 * i % 99 for i in held_out)
     assert len(list(samples.validation_batches(4, limit=2))) == 2
     assert list(counted(500, 0.0).validation_batches(4, limit=2)) == []
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -369,6 +370,32 @@ def test_killed_at_any_moment_it_is_done_again(tmp_path: Path, email: tuple[Data
                     open_store(directory)
     assert start(tmp_path / "cache").communicate()[0].split()[-1] == reference[-1]
     assert reference[-1] == email[1].manifest.digest()
+
+
+DIE_AT_SYNC = """
+import os, signal
+from fivefold.data import shards
+sync, calls = shards._sync, 0
+def dying(path):
+    global calls
+    calls += 1
+    if calls == NUMBER:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(path)
+shards._sync = dying
+"""
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])  # shard, tokenizer, unfinished manifest, directory
+def test_killed_while_it_is_completed(tmp_path: Path, email: tuple[Data, TokenStore], number: int) -> None:
+    script = DIE_AT_SYNC.replace("NUMBER", str(number)) + PREPARE
+    command = [sys.executable, "-c", script, str(EMAIL), str(tmp_path)]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("*/manifest.json"))) == (number == 4)  # only the rename finishes a store
+    data = Data(path=str(EMAIL), cache_dir=str(tmp_path))
+    store = prepare(data, 1024, quiet)
+    store.verify()
+    assert store.manifest.digest() == email[1].manifest.digest()
 
 
 def test_two_at_once_work_once(tmp_path: Path) -> None:

@@ -40,13 +40,13 @@ class Tokenizer:
         backend.no_padding()
         # "<|endoftext|>" written out in a document is text: only a real end may become the end-of-text id.
         backend.encode_special_tokens = True
-        named = [name for name in END_OF_TEXT_NAMES if backend.token_to_id(name) is not None]
-        if not named:
-            raise DataError(
-                f"data.tokenizer: {origin} has no end-of-text token; add one of {', '.join(END_OF_TEXT_NAMES)}"
-            )
-        self.end_of_text = int(backend.token_to_id(named[0]))
-        self.size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        ids = backend.get_vocab(with_added_tokens=True)
+        ends = [ids[name] for name in END_OF_TEXT_NAMES if name in ids]
+        if not ends:
+            names = ", ".join(END_OF_TEXT_NAMES)
+            raise DataError(f"data.tokenizer: {origin} has no end-of-text token; add one of {names}")
+        self.end_of_text = ends[0]
+        self.size = max(ids.values()) + 1
         self._backend = backend
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -94,8 +94,10 @@ def train_tokenizer(files: Sequence[Path], vocab: int) -> Tokenizer:
         )
     text_bytes = sum(file.stat().st_size for file in files)
     budget = max(SAMPLE_BYTES, vocab * SAMPLE_BYTES_PER_ENTRY)
-    while (backend := _train(files, vocab, budget)).get_vocab_size() < vocab and budget < text_bytes:
-        budget *= 4  # the sample was too uniform: very repetitive text
+    backend = _train(files, vocab, budget)
+    while backend.get_vocab_size() < vocab and budget < text_bytes:  # a repetitive sample: try a larger one
+        budget *= 4
+        backend = _train(files, vocab, budget)
     if backend.get_vocab_size() < vocab:
         raise DataError(
             f"model.vocab is {vocab}, but the {text_bytes} bytes of text of data.path make only "
