@@ -72,7 +72,7 @@ def test_any_place_is_computed_alone(size: int, places: list[float]) -> None:
     assert all(0 <= value < size for value in together.tolist())
 
 
-@pytest.mark.parametrize("size", [5, 17, 64, 1000, 4097])
+@pytest.mark.parametrize("size", [5, 17, 64, 1025])
 def test_permutation_looks_random(size: int) -> None:
     # Over many epochs every place should see every value: mean (size-1)/2, no correlation between neighbours.
     orders = np.stack([permute(np.arange(size), size, 7, epoch) for epoch in range(400)]).astype(float)

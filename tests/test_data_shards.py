@@ -355,7 +355,7 @@ def test_killed_at_any_moment_it_is_done_again(tmp_path: Path, email: tuple[Data
     reference = start(tmp_path / "reference").communicate()[0].split()
     whole = time.monotonic() - began
     moments = random.Random(0)
-    for _ in range(8):
+    for _ in range(5):
         process = start(tmp_path / "cache")
         time.sleep(moments.uniform(0.0, whole * 0.8))
         process.kill()

@@ -76,6 +76,10 @@ class Samples:
         self.validation_count = self._stretches * self._stretch
         self.training_count = total - self.validation_count
 
+    def digest(self) -> str:
+        """Identity of the token stream: with another one the same ids are other samples."""
+        return self._store.manifest.digest()
+
     def sample_ids(self, consumed: int, count: int) -> NDArray[np.int64]:
         """Ids of the next `count` training samples of a run that has consumed `consumed` of them, [count].
 

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
+from fivefold.config.errors import BadInput
+
 STDLIB = "python:stdlib"
 PIECE_BYTES = 1 << 20  # a longer document is read and tokenized in pieces of about this size
 SAMPLE_BYTES = 4096  # one block of `spread_sample`
 
 
-class DataError(ValueError):
+class DataError(BadInput):
     """The data cannot be used as asked; the message is one line: what, where, what would be right."""
 
 
