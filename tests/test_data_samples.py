@@ -134,6 +134,12 @@ def test_validation_and_training_part_the_samples(
     assert len(held_out) == pytest.approx(wanted if fraction else 0, rel=0.07, abs=1)
 
 
+def test_digest_tells_whether_a_counter_means_the_same_samples(counted: Callable[..., Samples]) -> None:
+    same = counted(500, 0.1).digest()
+    assert same == counted(500, 0.1, seed=1).digest()  # the seed is compared by itself
+    assert len({same, counted(250, 0.1).digest(), counted(500, 0.2).digest()}) == 3
+
+
 def test_validation_comes_from_all_over_the_text(counted: Callable[..., Samples]) -> None:
     samples = counted(500, 0.1)
     first = samples._validation_ids(np.arange(20))

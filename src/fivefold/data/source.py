@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from fivefold.config.errors import BadInput
+from fivefold.config.tree import Data
 
 STDLIB = "python:stdlib"
 PIECE_BYTES = 1 << 20  # a longer document is read and tokenized in pieces of about this size
@@ -42,6 +43,13 @@ def text_files(path: str) -> list[Path]:
             f"data.path: {root} holds no{suffix and ' ' + suffix} files; give a directory of text"
         )
     return files
+
+
+def check_paths(data: Data) -> None:
+    """Raises DataError if `data.path` or `data.tokenizer` names nothing that can be read; reads no text."""
+    text_files(data.path)
+    if data.tokenizer and not Path(data.tokenizer).expanduser().is_file():
+        raise DataError(f"data.tokenizer: {data.tokenizer} is not a file; give the path of a tokenizer.json")
 
 
 def _walk(root: Path, suffix: str, skipped: set[str]) -> Iterator[Path]:
