@@ -77,14 +77,11 @@ class Samples:
         self.training_count = total - self.validation_count
 
     def digest(self) -> str:
-        """Identity of the token stream: with another one the same ids are other samples."""
-        return self._store.manifest.digest()
+        """What the ids stand for: token stream / sequence length / held-out stretches.
 
-    def digest(self) -> str:
-        """What the ids stand for: token stream / sequence length / held-out stretches. With the same digest and
-        seed a sample counter means the same samples, wherever the store was prepared."""
-        stretches = f"{self._stretches}x{self._stretch}"
-        return f"{self._store.manifest.digest()}/{self._length}/{stretches}"
+        With the same digest and seed a sample counter means the same samples, wherever they were prepared.
+        """
+        return f"{self._store.manifest.digest()}/{self._length}/{self._stretches}x{self._stretch}"
 
     def sample_ids(self, consumed: int, count: int) -> NDArray[np.int64]:
         """Ids of the next `count` training samples of a run that has consumed `consumed` of them, [count].
