@@ -165,4 +165,6 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _plain_parts(getattr(tensor, name))
+        part = getattr(tensor, name)  # a DTensor names its mesh, too
+        if isinstance(part, Tensor):
+            yield from _plain_parts(part)

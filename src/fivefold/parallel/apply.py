@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.nn.decoder import Decoder
@@ -28,7 +27,7 @@ def parallelize(resolved: Resolved, device_mesh: DeviceMesh | None, device: torc
     Nothing is allocated before the axes have divided it: a rank only ever holds its own part.
 
     Args:
-        device_mesh: the mesh of `parallel.mesh.device_mesh`; None in a single process without torch.distributed.
+        device_mesh: of `parallel.mesh.device_mesh`; None in one process without torch.distributed.
     """
     config = resolved.config
     with torch.device("meta"):
@@ -42,7 +41,7 @@ def parallelize(resolved: Resolved, device_mesh: DeviceMesh | None, device: torc
     return ParallelModel(decoder, data, held)
 
 
-def _retie(decoder: nn.Module) -> None:
+def _retie(decoder: Decoder) -> None:
     """`to_empty` gives each module its own tensor: a tied head takes the embedding's again."""
     if decoder.model.tied:
         decoder.head.weight = decoder.embedding.weight

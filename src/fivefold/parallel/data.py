@@ -33,12 +33,12 @@ class DataParallel:
     """The data axes around a decoder, and when they communicate."""
 
     def __init__(
-        self, decoder: Decoder, device_mesh: DeviceMesh, mesh: Mesh, zero: int, precision: Precision
+        self, decoder: Decoder, device_mesh: DeviceMesh | None, mesh: Mesh, zero: int, precision: Precision
     ) -> None:
         compute, master = DTYPES[precision.dtype], master_dtype(precision)
         self.zero = zero
         self.root: FSDPModule | None = None
-        if mesh.data_parallel == 1 and compute == master:
+        if device_mesh is None or (mesh.data_parallel == 1 and compute == master):
             return
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
         units = [*decoder.layers.values(), decoder]

@@ -20,7 +20,7 @@ class LocalParameter:
     Attributes:
         spec: the whole parameter.
         held: the module's own parameter: a DTensor where an axis divides it.
-        value: this rank's part as a plain tensor that shares the storage of `held`, what the optimizer steps on.
+        value: this rank's part, a plain tensor on the storage of `held`: what the optimizer steps on.
         copies: how many ranks of the run hold this same part.
     """
 

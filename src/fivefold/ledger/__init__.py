@@ -1,0 +1,1 @@
+"""Memory, traffic, FLOPs and time of a layout, from arithmetic alone. No torch."""
