@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from fivefold.config.tree import Checkpoint
 from fivefold.trainer import shelf
 from fivefold.trainer.shelf import CheckpointError
-from fivefold.trainer.storage import CheckpointWriter, Stored, dtype_name
+from fivefold.trainer.storage import CheckpointWriter, Stored, kind
 
 T = TypeVar("T")
 
@@ -146,12 +146,13 @@ class Checkpointer:
         assert stored is not None  # else some rank, this one, had a problem
         self._agree(stored.differences(state, self._unasked(stored, state)))
         try:
-            state_dict_loader.load(
-                dict(state),
-                storage_reader=FileSystemReader(path),
-                process_group=self._group,
-                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            )
+            with self._quietly():
+                state_dict_loader.load(
+                    dict(state),
+                    storage_reader=FileSystemReader(path),
+                    process_group=self._group,
+                    planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                )
         except CheckpointException as error:
             raise CheckpointError(f"{path} could not be loaded: {_causes(error)}") from None
         return stored.counters
@@ -177,7 +178,8 @@ class Checkpointer:
         witness = self._directory / f"{shelf.WITNESS}{session}"
         seen = self._gather((os.path.exists(witness), socket.gethostname()))
         if self._rank == 0:
-            witness.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                witness.unlink()
         blind = [f"{rank} ({host})" for rank, (sees, host) in enumerate(seen) if not sees]
         if blind and not error:
             error = (
@@ -214,6 +216,9 @@ class Checkpointer:
         if self._group is not None:
             dist.all_gather_object(said, value, self._group)
         return said
+
+    def _quietly(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._group else _single_process_is_fine()
 
     def _settle(self) -> None:
         """Waits until the thread leaves the group alone; the save's outcome stays to be told by `wait`."""
@@ -254,7 +259,7 @@ class Checkpointer:
     ) -> None:
         """The save itself, in the background thread; rank 0 then prunes."""
         try:
-            with contextlib.nullcontext() if self._group else _single_process_is_fine():
+            with self._quietly():
                 state_dict_saver.save(
                     state, storage_writer=writer, planner=planner, process_group=self._group
                 )
@@ -295,17 +300,14 @@ class _SavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Refuses tensors that differ between ranks: torch would keep one of them and say nothing."""
-        seen: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        seen: dict[str, tuple[int, str]] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
                 assert item.tensor_data is not None
-                data = (item.tensor_data.size, item.tensor_data.properties.dtype)
-                first = seen.setdefault(item.index.fqn, (rank, *data))
-                if first[1:] != data:
-                    raise CheckpointError(
-                        f"{item.index.fqn} is {dtype_name(first[2])}{list(first[1])} on rank {first[0]}"
-                        f" and {dtype_name(data[1])}{list(data[0])} on rank {rank}"
-                    )
+                name, mine = item.index.fqn, kind(item.tensor_data.size, item.tensor_data.properties.dtype)
+                first, theirs = seen.setdefault(name, (rank, mine))
+                if theirs != mine:
+                    raise CheckpointError(f"{name} is {theirs} on rank {first} and {mine} on rank {rank}")
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:

@@ -127,10 +127,20 @@ class CheckpointWriter(FileSystemWriter):
         self, partial: Path, final: Path, step: int, counters: dict[str, Any], config_text: str
     ) -> None:
         # Tensors come from host memory, one by one: nothing to copy ahead.
-        super().__init__(partial, overwrite=False, per_thread_copy_ahead=0)
+        super().__init__(partial, per_thread_copy_ahead=0)
         self.fs: _HashedFiles = _HashedFiles()
         self._partial, self._final = partial, final
         self._step, self._counters, self._config_text = step, counters, config_text
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_coordinator = is_coordinator
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the directory, on one rank only: the one that would have to remove it."""
+        if self._is_coordinator:
+            self._partial.mkdir()
+        return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Adds to torch's results, which name tensors, one per file: its size and checksum."""
@@ -196,7 +206,7 @@ class Stored:
     def read(cls, path: Path) -> Stored:
         """Reads and checks the two small files that describe the rest. Raises CheckpointError."""
         text = _read(path / SUMS)
-        sums = _parse_sums(path / SUMS, text.decode(errors="replace"))
+        sums = parse_sums(path / SUMS, text.decode(errors="replace"))
         manifest = _read(path / MANIFEST)
         if hashlib.sha256(manifest).hexdigest() != sums[MANIFEST]:
             raise CheckpointError(f"{path / MANIFEST} is damaged: it does not have the checksum in {SUMS}")
@@ -248,22 +258,23 @@ class Stored:
         """One line for each tensor that is not both stored and asked for, with the same shape and dtype."""
         problems = [f"{self.path} holds {name}, which this run does not have" for name in unasked]
         for name, tensor in state.items():
-            asked = _kind(tensor.shape, tensor.dtype)
+            asked = kind(tensor.shape, tensor.dtype)
             if name not in self.tensors:
                 problems.append(f"{self.path} does not hold {name}, which this run needs")
-            elif _kind(*self.tensors[name]) != asked:
-                found = _kind(*self.tensors[name])
+            elif kind(*self.tensors[name]) != asked:
+                found = kind(*self.tensors[name])
                 problems.append(f"{self.path} holds {name} as {found}, this run needs {asked}")
             elif tensor.is_meta:
                 problems.append(f"{name} has no memory to be loaded into (it is on the meta device)")
         return problems
 
 
-def _kind(shape: Iterable[int], dtype: torch.dtype) -> str:
+def kind(shape: Iterable[int], dtype: torch.dtype) -> str:
+    """A tensor's type for people: "float32 [4, 8]"."""
     return f"{dtype_name(dtype)} {list(shape)}"
 
 
-def _parse_sums(path: Path, text: str) -> dict[str, str]:
+def parse_sums(path: Path, text: str) -> dict[str, str]:
     """Name → checksum, from a file in the format of sha256sum. Strict, since nothing guards it but this."""
     if not text.endswith("\n"):
         raise CheckpointError(f"{path} is damaged: it does not end with a line end")
