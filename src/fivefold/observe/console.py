@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, RenderableType
@@ -14,7 +16,7 @@ from fivefold.config.tree import Config
 from fivefold.observe.facts import EndFacts, StartFacts
 from fivefold.observe.live import LiveLine, Progress, plain_line
 from fivefold.observe.metrics import StepMetrics
-from fivefold.observe.pages import end_page, memory_page, start_page
+from fivefold.observe.pages import end_page, memory_page, printable, start_page
 
 if TYPE_CHECKING:
     from fivefold.observe.memory import MemoryByCategory
@@ -31,6 +33,8 @@ class RunConsole:
 
     def __init__(self, config: Config, stream: TextIO) -> None:
         terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a bar that an old code page lacks must not end a run
         self._console = Console(
             file=stream,
             force_terminal=terminal,
@@ -41,9 +45,7 @@ class RunConsole:
         )
         self._every = config.log.every
         self._progress = Progress(config.run.steps)
-        self._live = (
-            Live(LiveLine(self._progress), console=self._console, auto_refresh=False) if terminal else None
-        )
+        self._live = self._live_line() if terminal else None
         self._first_step: int | None = None
         self._drawn = 0.0
         self._entropy: float | None = None
@@ -60,7 +62,7 @@ class RunConsole:
         if self._live:
             self._draw(last=metrics.step == self._progress.total_steps)
         elif self._due(metrics.step):
-            self._print(plain_line(self._progress))
+            self._print(Text(plain_line(self._progress)))
 
     def memory(self, memory: MemoryByCategory) -> None:
         """Prints memory by category, once it is known."""
@@ -72,7 +74,7 @@ class RunConsole:
 
     def note(self, line: str) -> None:
         """Prints one line above the live one."""
-        self._print(line)
+        self._print(Text(printable(line)))
 
     def finish(self, facts: EndFacts) -> None:
         """Ends the live line and prints the end page."""
@@ -84,6 +86,16 @@ class RunConsole:
         if self._live:
             self._live.stop()
             self._live = None
+
+    def _live_line(self) -> Live:
+        """The line, and prints of others above it; but what is piped away stays out of the terminal."""
+        return Live(
+            LiveLine(self._progress),
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
 
     def _draw(self, last: bool) -> None:
         now = time.monotonic()
@@ -97,7 +109,5 @@ class RunConsole:
         return step in (self._first_step, self._progress.total_steps) or step % self._every == 0
 
     def _print(self, what: RenderableType) -> None:
-        if isinstance(what, str):
-            self._console.print(Text(what), soft_wrap=True)
-        else:
-            self._console.print(what)
+        """A line is never broken: the terminal wraps it, a log keeps it whole."""
+        self._console.print(what, soft_wrap=isinstance(what, Text))

@@ -30,28 +30,29 @@ def _grid(mesh: Mesh) -> Text:
     down = [axis for axis in axes if axis not in across]
     labels = [_coordinates(mesh, row[0], down) or "rank" for row in rows]
     width = max(map(len, [*labels, *across]))
+    cell = 3 if len(rows[0]) <= 12 else 2  # 16 narrow columns fit a page of 80
     picture = Text(no_wrap=True)
     for axis in across:
         picture.append(f"{axis:>{width}}  ", "dim")
-        picture.append(_column_heads(mesh, rows[0], axis) + "\n", "dim")
-    rule = "───"
-    picture.append(" " * width + " ┌" + "┬".join(rule for _ in rows[0]) + "┐\n", "dim")
+        picture.append(_column_heads(mesh, rows[0], axis, cell) + "\n", "dim")
+    rules = ["─" * cell] * len(rows[0])
+    picture.append(" " * width + f" ┌{'┬'.join(rules)}┐\n", "dim")
     for label, row in zip(labels, rows, strict=True):
         picture.append(f"{label:>{width}} │", "dim")
         for rank in row:
-            picture.append(f"{rank:>2} ", "bold")
+            picture.append(f"{rank:>2}".ljust(cell), "bold")
             picture.append("│", "dim")
         picture.append("\n")
-    picture.append(" " * width + " └" + "┴".join(rule for _ in rows[0]) + "┘", "dim")
+    picture.append(" " * width + f" └{'┴'.join(rules)}┘", "dim")
     return picture
 
 
-def _column_heads(mesh: Mesh, row: list[int], axis: str) -> str:
+def _column_heads(mesh: Mesh, row: list[int], axis: str, cell: int) -> str:
     """The coordinates of a row's ranks on `axis`, written only where they change."""
     heads, last = "", None
     for rank in row:
         here = mesh.coordinates(rank)[axis]
-        heads += f"{here:>2}  " if here != last else "    "
+        heads += (f"{here:>2}" if here != last else "").ljust(cell + 1)
         last = here
     return heads.rstrip()
 

@@ -8,11 +8,24 @@ from dataclasses import dataclass, field
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from fivefold.observe.clock import PLACES
+from fivefold.observe.clock import PLACES, Place
 from fivefold.observe.metrics import StepMetrics
-from fivefold.render.units import bytes_text, duration_text, loss_text, lr_text, percent_text, rate_text
+from fivefold.render.units import (
+    bytes_text,
+    clock_text,
+    duration_text,
+    loss_text,
+    lr_text,
+    percent_text,
+    rate_text,
+)
 
 WINDOW_STEPS = 20
+
+_BAR_COLUMNS = (6, 24)  # least and most
+# When columns are short, places of time are given up from the highest number; exposed communication is the
+# one that a layout can change.
+_SHARE_RANK: dict[Place, int] = {"communication": 8, "compute": 9, "data": 10, "checkpoint": 11, "other": 12}
 
 
 @dataclass(slots=True)
@@ -51,7 +64,7 @@ class Progress:
     def seconds_left(self) -> float:
         return (self.total_steps - self.last.step) * self.seconds / len(self.recent)
 
-    def shares(self) -> dict[str, float]:
+    def shares(self) -> dict[Place, float]:
         """The part of the window's seconds spent in each place."""
         return {
             place: sum(metrics.seconds.get(place, 0.0) for metrics in self.recent) / self.seconds
@@ -76,7 +89,7 @@ def plain_line(progress: Progress) -> str:
         parts.append(f"loss scale {last.loss_scale:g}")
     if progress.skipped:
         parts.append(f"{progress.skipped} skipped")
-    parts.append(_shares(progress))
+    parts.append(", ".join(_shares(progress).values()))
     parts.append(f"{duration_text(progress.seconds_left)} left")
     return "  ".join(parts)
 
@@ -112,34 +125,35 @@ class LiveLine:
         progress, last = self.progress, self.progress.last
         fields = [
             (0, Text(f"{last.step}/{progress.total_steps}", "bold")),
-            (2, Text(f"{duration_text(progress.seconds_left)} left", "dim")),
+            (2, Text(f"{clock_text(progress.seconds_left)} left", "dim")),
             (1, _named("loss", loss_text(last.loss))),
-            (4, _named("grad", loss_text(last.grad_norm))),
+            (4, _named("grad", f"{last.grad_norm:.3g}")),
             (5, _named("lr", lr_text(last.lr))),
             (3, Text(rate_text(progress.tokens_per_second, "tokens"))),
         ]
         if progress.mfu is not None:
-            fields.append((6, _named("MFU", percent_text(progress.mfu))))
+            fields.append((6, _named("MFU", f"{progress.mfu:.0%}")))
         fields.append((7, Text(bytes_text(last.memory_bytes))))
         if progress.skipped:
             fields.append((2, Text(f"{progress.skipped} skipped", "yellow")))
-        fields.append((8, Text(_shares(progress), "dim")))
-        return fields
+        return fields + [
+            (_SHARE_RANK[place], Text(share, "dim")) for place, share in _shares(progress).items()
+        ]
 
     def _bar(self, columns: int) -> Text:
-        done = round(columns * self.progress.last.step / self.progress.total_steps)
+        done = min(round(columns * self.progress.last.step / self.progress.total_steps), columns)
         return Text("━" * done, "cyan") + Text("─" * (columns - done), "dim")
-
-
-_BAR_COLUMNS = (8, 24)  # least and most
 
 
 def _named(name: str, value: str) -> Text:
     return Text(f"{name} ", "dim") + Text(value, "default")
 
 
-def _shares(progress: Progress) -> str:
-    """Where time goes, without the places that take none: "compute 86 %, comm 12 %, data 1 %"."""
+def _shares(progress: Progress) -> dict[Place, str]:
+    """Where time goes, without the places that take less than half a percent."""
     names = {"communication": "comm"}
-    shares = {place: round(100 * share) for place, share in progress.shares().items()}
-    return ", ".join(f"{names.get(place, place)} {share} %" for place, share in shares.items() if share)
+    return {
+        place: f"{names.get(place, place)} {share:.0%}"
+        for place, share in progress.shares().items()
+        if share >= 0.005
+    }

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from fivefold.config.tree import Config
+from fivefold.config.tree import Config, Parallel
 from fivefold.observe.facts import EndFacts, StartFacts
 from fivefold.observe.grid import layout_picture
 from fivefold.render.units import bytes_text, count_text, duration_text, flops_text, lr_text, rate_text
 from fivefold.spec.legal import Resolved
+from fivefold.spec.mesh import Mesh
 from fivefold.spec.parameters import active, total
 
 if TYPE_CHECKING:
@@ -43,18 +45,13 @@ def start_page(facts: StartFacts) -> RenderableType:
     start = f", resumed after step {facts.start_step}" if facts.start_step else ""
     rows: list[tuple[str, RenderableType]] = [
         ("model", _model(config)),
-        (
-            "layout",
-            Group(
-                _layout(resolved), *([layout_picture(resolved.mesh)] if resolved.mesh.world_size > 1 else [])
-            ),
-        ),
+        ("layout", _layout(resolved)),
         ("batch", _batch(resolved)),
         ("learning rate", _learning_rate(resolved)),
         ("data", _data(facts)),
         ("precision", _PRECISION[config.precision.dtype]),
         ("device", facts.device),
-        ("matmul", f"{facts.matmul}: {facts.matmul_reason}"),
+        ("matmul", facts.matmul),
         ("peak", f"{flops_text(facts.peak_flops)} a rank, {facts.peak_source}; MFU is stated against it"),
         ("run", str(facts.directory)),
     ]
@@ -62,19 +59,15 @@ def start_page(facts: StartFacts) -> RenderableType:
 
 
 def memory_page(memory: MemoryByCategory) -> RenderableType:
-    """Memory by category, a bar each; the longest bar is the largest category."""
+    """Memory by category, a bar each; the largest category fills the column."""
     sizes = asdict(memory)
-    largest = max(*sizes.values(), 1)
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True, overflow="crop")
+    table.add_column(max_width=30)
     for name, size in sizes.items():
-        table.add_row(name, bytes_text(size), Text("█" * round(30 * size / largest) or "▏", "cyan"))
-    table.add_row(
-        Text("together", "dim"), Text(bytes_text(memory.total), "dim"), Text("rank 0, its first step", "dim")
-    )
-    return _rows([("memory", table)])
+        table.add_row(name, bytes_text(size), Bar(max(*sizes.values(), 1), 0, size, color="cyan"))
+    return _rows([("memory", Group(f"{bytes_text(memory.total)} on rank 0, in one profiled step", table))])
 
 
 def end_page(facts: EndFacts) -> RenderableType:
@@ -97,7 +90,7 @@ def end_page(facts: EndFacts) -> RenderableType:
         ("checkpoint", str(facts.checkpoint) if facts.checkpoint else "none written"),
     ]
     if facts.sample:
-        rows.append(("sample", Text(_printable(facts.sample), "italic")))
+        rows.append(("sample", Text(printable(facts.sample), "italic")))
     if facts.next_commands:
         rows.append(("try next", _commands(facts.next_commands)))
     return _page(facts.ended[:1].upper() + facts.ended[1:], rows)
@@ -136,11 +129,17 @@ def _model(config: Config) -> str:
     return f"{name}{size}\n{' · '.join(parts)}"
 
 
-def _layout(resolved: Resolved) -> str:
+def _layout(resolved: Resolved) -> RenderableType:
     mesh, parallel = resolved.mesh, resolved.config.parallel
+    facts = _layout_facts(mesh, parallel)
     if mesh.world_size == 1:
-        return "one rank"
-    parts = [f"{mesh} = {mesh.world_size} ranks"]
+        return Text("\n".join(["one rank", *facts]))
+    return Group(f"{mesh} = {mesh.world_size} ranks", layout_picture(mesh), *facts)
+
+
+def _layout_facts(mesh: Mesh, parallel: Parallel) -> list[str]:
+    """What the picture of ranks does not show."""
+    parts = []
     if parallel.zero:
         over = "dp_shard × cp" if mesh.cp > 1 else "dp_shard"
         parts.append(f"zero {parallel.zero}: {_ZERO[parallel.zero]} split over {over}")
@@ -155,7 +154,7 @@ def _layout(resolved: Resolved) -> str:
         parts.append("sequence parallel")
     if parallel.recompute != "none":
         parts.append(f"recompute {parallel.recompute}")
-    return " · ".join(parts)
+    return parts
 
 
 def _batch(resolved: Resolved) -> str:
@@ -167,17 +166,25 @@ def _batch(resolved: Resolved) -> str:
 
 
 def _learning_rate(resolved: Resolved) -> str:
-    optimizer, schedule = resolved.config.optimizer, resolved.config.schedule
-    rate, plan = resolved.learning_rate, resolved.batch
+    return f"peak {lr_text(resolved.learning_rate.peak)} {_peak_reason(resolved)}\n{_lr_course(resolved)}"
+
+
+def _peak_reason(resolved: Resolved) -> str:
+    optimizer = resolved.config.optimizer
     if optimizer.lr_scaling == "none" or not optimizer.lr_reference_batch:
-        why = "as given (optimizer.lr)"
-    else:
-        ratio = f"{plan.global_batch} / {optimizer.lr_reference_batch}"
-        factor = f"√({ratio})" if optimizer.lr_scaling == "sqrt" else ratio
-        why = f"= {lr_text(optimizer.lr)} × {factor}: {optimizer.lr_scaling} from the batch it was tuned at"
+        return "as given (optimizer.lr)"
+    ratio = f"{resolved.batch.global_batch} / {optimizer.lr_reference_batch}"
+    factor = f"√({ratio})" if optimizer.lr_scaling == "sqrt" else ratio
+    scaling = f"{optimizer.lr_scaling} scaling from the batch it was tuned at"
+    return f"= {lr_text(optimizer.lr)} × {factor}: {scaling}"
+
+
+def _lr_course(resolved: Resolved) -> str:
+    """Warmup and what follows it."""
+    schedule, rate = resolved.config.schedule, resolved.learning_rate
     warmup = "no warmup"
     if rate.warmup_tokens:
-        steps = rate.warmup_tokens / plan.global_batch_tokens
+        steps = rate.warmup_tokens / resolved.batch.global_batch_tokens
         warmup = f"warmup {steps:.4g} steps ({count_text(rate.warmup_tokens)} tokens)"
     last = lr_text(rate.peak * schedule.min_lr_fraction)
     then = {
@@ -186,17 +193,19 @@ def _learning_rate(resolved: Resolved) -> str:
         "linear": f"then linear to {last}",
         "wsd": f"then constant, and linear to {last} over the last {schedule.decay_fraction:.0%}",
     }[schedule.kind]
-    return f"peak {lr_text(rate.peak)} {why}\n{warmup}, {then}"
+    return f"{warmup}, {then}"
 
 
 def _data(facts: StartFacts) -> str:
     config = facts.resolved.config
     wanted = config.run.steps * facts.resolved.batch.global_batch_tokens
-    passes = f"{wanted / max(facts.data_tokens, 1):.2f} passes over them"
-    return (
-        f"{facts.documents:,} documents, {count_text(facts.data_tokens)} tokens from {config.data.path}\n"
-        f"unigram entropy {facts.unigram_entropy:.3f} nats: the loss of frequencies without context\n"
-        f"{config.run.steps:,} steps read {count_text(wanted)} tokens, {passes}"
+    return "\n".join(
+        [
+            f"{facts.documents:,} documents, {count_text(facts.data_tokens)} tokens from {config.data.path}",
+            f"unigram entropy {facts.unigram_entropy:.3f} nats: the loss of knowing only frequencies",
+            f"{config.run.steps:,} steps read {count_text(wanted)} tokens, "
+            f"{wanted / max(facts.data_tokens, 1):.2f} passes over them",
+        ]
     )
 
 
@@ -214,7 +223,7 @@ def _verdict(loss: float, entropy: float) -> Text:
 
 
 def _commands(commands: Sequence[tuple[str, str]]) -> RenderableType:
-    """One line each where the purpose fits beside the command, else below it."""
+    """A line to copy, and below it what it does."""
     text = Text()
     for index, (command, purpose) in enumerate(commands):
         text.append(("\n" if index else "") + command, "bold")
@@ -222,9 +231,9 @@ def _commands(commands: Sequence[tuple[str, str]]) -> RenderableType:
     return text
 
 
-def _printable(sample: str) -> str:
-    """A model may write anything: characters that would steer the terminal become a sign."""
+def printable(text: str) -> str:
+    """`text` with every character that could steer a terminal made visible: a model may write anything."""
     return "".join(
         character if character.isprintable() or character == "\n" else "\N{REPLACEMENT CHARACTER}"
-        for character in sample.expandtabs(4)
+        for character in text.expandtabs(4)
     )

@@ -32,6 +32,8 @@ def rate_text(per_second: float, what: str) -> str:
 
 def seconds_text(seconds: float) -> str:
     """A short time: 38.0 µs, 12.3 ms, 1.25 s."""
+    if seconds == 0:
+        return "0 s"
     for scale, unit in ((1e6, "µs"), (1e3, "ms")):
         if isfinite(seconds) and abs(seconds) * scale < 999.5:
             return f"{_three(seconds * scale)} {unit}"
@@ -49,14 +51,23 @@ def duration_text(seconds: float) -> str:
     return f"{whole} s"
 
 
+def clock_text(seconds: float) -> str:
+    """A long time where columns are few: 0:42, 2:05, 1:03:00, 3 d 04 h."""
+    if not isfinite(seconds) or seconds >= 86400:
+        return duration_text(seconds)
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
 def percent_text(fraction: float) -> str:
-    """A fraction as a percentage: 41.2 %."""
-    return f"{fraction * 100:.1f} %"
+    """A fraction as a percentage: 41.2%."""
+    return f"{fraction * 100:.1f}%"
 
 
 def lr_text(rate: float) -> str:
-    """A learning rate with two significant digits: 3.0e-4."""
-    mantissa, _, exponent = f"{rate:.1e}".partition("e")
+    """A learning rate with three significant digits: 3.00e-4."""
+    mantissa, _, exponent = f"{rate:.2e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
