@@ -16,7 +16,7 @@ from fivefold.config.tree import Config
 from fivefold.observe.facts import EndFacts, StartFacts
 from fivefold.observe.live import LiveLine, Progress, plain_line
 from fivefold.observe.metrics import StepMetrics
-from fivefold.observe.pages import end_page, memory_page, printable, start_page
+from fivefold.observe.pages import against, end_page, memory_page, printable, start_page
 
 if TYPE_CHECKING:
     from fivefold.observe.memory import MemoryByCategory
@@ -69,8 +69,8 @@ class RunConsole:
         self._print(memory_page(memory))
 
     def evaluation(self, step: int, loss: float) -> None:
-        against = f", {self._entropy - loss:.2f} nats below the unigram entropy" if self._entropy else ""
-        self.note(f"step {step}: evaluation loss {loss:.3f}{against}")
+        gap = f", {against(loss, self._entropy)}" if self._entropy else ""
+        self.note(f"step {step}: evaluation loss {loss:.3f}{gap}")
 
     def note(self, line: str) -> None:
         """Prints one line above the live one."""

@@ -73,15 +73,15 @@ def memory_page(memory: MemoryByCategory) -> RenderableType:
 def end_page(facts: EndFacts) -> RenderableType:
     """What came of it, held against the unigram entropy."""
     rows: list[tuple[str, RenderableType]] = [
-        ("loss", f"{facts.loss:.3f} at step {facts.step}, {_against(facts.loss, facts.unigram_entropy)}")
+        ("loss", f"{facts.loss:.3f} at step {facts.step}, {against(facts.loss, facts.unigram_entropy)}")
     ]
-    worst = facts.loss
+    losses = [facts.loss]
     if facts.evaluation_loss is not None:
-        worst = max(worst, facts.evaluation_loss)
-        against = _against(facts.evaluation_loss, facts.unigram_entropy)
-        rows.append(("evaluation", f"{facts.evaluation_loss:.3f} on held-out samples, {against}"))
+        losses.append(facts.evaluation_loss)
+        gap = against(facts.evaluation_loss, facts.unigram_entropy)
+        rows.append(("evaluation", f"{facts.evaluation_loss:.3f} on held-out samples, {gap}"))
     rows += [
-        ("", _verdict(worst, facts.unigram_entropy)),
+        ("", _verdict(losses, facts.unigram_entropy)),
         (
             "speed",
             f"{count_text(facts.tokens)} tokens in {duration_text(facts.seconds)}, "
@@ -209,15 +209,17 @@ def _data(facts: StartFacts) -> str:
     )
 
 
-def _against(loss: float, entropy: float) -> str:
+def against(loss: float, entropy: float) -> str:
+    """How far a loss is from the unigram entropy, in words; both in nats per token."""
     gap = entropy - loss
     return f"{abs(gap):.2f} nats {'below' if gap >= 0 else 'above'} the unigram entropy {entropy:.3f}"
 
 
-def _verdict(loss: float, entropy: float) -> Text:
-    if entropy - loss >= WELL_BELOW_NATS:
+def _verdict(losses: Sequence[float], entropy: float) -> Text:
+    """The worst loss decides; one that is not a number is below nothing."""
+    if all(entropy - loss >= WELL_BELOW_NATS for loss in losses):
         return Text("well below: the model reads context, not only frequencies", "green")
-    if entropy - loss > 0:
+    if all(entropy - loss > 0 for loss in losses):
         return Text("only just below: barely more than frequencies is learnt yet", "yellow")
     return Text("not below: nothing beyond frequencies is learnt", "yellow")
 
