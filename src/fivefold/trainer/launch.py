@@ -93,7 +93,7 @@ def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgen
         local_world_size=ranks,
         rdzv_handler=rendezvous,
         entrypoint=sys.executable,
-        args=tuple(arguments),
+        args=(*_safe_path(), *arguments),
         max_restarts=0,
         monitor_interval=0.1,
         master_addr="127.0.0.1",
@@ -101,6 +101,13 @@ def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgen
         local_addr="127.0.0.1",  # else the agent looks up the host's name: seconds where DNS is broken
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs))
+
+
+def _safe_path() -> list[str]:
+    """`python -m` puts the working directory first on the path, where a user's random.py would shadow Python's.
+    The ranks get it only if this process has it.
+    """
+    return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
 
 
 class _Relay:
