@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +105,6 @@ def wrong(state: dict[str, Tensor], salt: int) -> list[str]:
         for name, tensor in state.items()
         if not torch.equal(local(tensor), part(value(name, tensor, salt), tensor))
     ]
-
-
-def in_group(rank: int, world_size: int, count: int, fn: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls `fn(rank, count, *arguments)` on the first `count` ranks, as if there were no others."""
-    if rank >= count:
-        return None
-    dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=60))
-    return fn(rank, count, *arguments)
 
 
 def checkpointer(directory: Path, **options: int) -> Checkpointer:

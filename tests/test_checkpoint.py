@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from checkpoint_state import (
     LAYOUTS,
     checkpointer,
     error_of,
-    in_group,
     local,
     make_state,
     part,
@@ -34,25 +33,10 @@ from ranks import Ranks
 COUNTERS = {"step": 3, "samples": 96, "tokens": 12345678901234, "loss_scale": 65536.0}
 
 
-class Some:
-    """The first `count` of four started ranks: starting others for each number would take most of the time."""
-
-    def __init__(self, four: Ranks, count: int) -> None:
-        self.four, self.count = four, count
-
-    def run(self, fn: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return self.four.run(in_group, self.count, fn, *arguments)[: self.count]
-
-
 @pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4, backend=None) as ranks:
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
         yield ranks
-
-
-@pytest.fixture
-def pair(four: Ranks) -> Some:
-    return Some(four, 2)
 
 
 # ---- layouts
@@ -76,19 +60,19 @@ def load_all(rank: int, world_size: int, layout: str, directories: list[Path]) -
     return outcomes
 
 
-def test_every_layout_loads_what_every_layout_saved_bit_for_bit(four: Ranks, tmp_path: Path) -> None:
+def test_every_layout_loads_what_every_layout_saved_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     directories = [tmp_path / "alone", *(tmp_path / layout for layout in LAYOUTS)]
     save_one(0, 1, "zero0", tmp_path / "alone")
     for layout, count in LAYOUTS.items():
-        Some(four, count).run(save_one, layout, tmp_path / layout)
-    good = [(COUNTERS, [])] * len(directories)
+        ranks.run(save_one, layout, tmp_path / layout, world_size=count)
+    good: Any = [(COUNTERS, [])] * len(directories)
     assert load_all(0, 1, "zero0", directories) == good
     for layout, count in LAYOUTS.items():
-        assert Some(four, count).run(load_all, layout, directories) == [good] * count, layout
+        assert ranks.run(load_all, layout, directories, world_size=count) == [good] * count, layout
 
 
-def test_one_process_reads_the_model_alone(pair: Some, tmp_path: Path) -> None:
-    pair.run(save_one, "zero3", tmp_path)
+def test_one_process_reads_the_model_alone(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_one, "zero3", tmp_path, world_size=2)
     tensors = load_tensors(tmp_path / "step-3")
     expected = {name: like for name, like in make_state("zero0", 0).items() if name.startswith("model.")}
     assert tensors.keys() == expected.keys()
@@ -98,8 +82,8 @@ def test_one_process_reads_the_model_alone(pair: Some, tmp_path: Path) -> None:
     assert (tmp_path / "step-3" / "config.toml").read_text() == CONFIG_TEXT
 
 
-def test_others_can_read_it(pair: Some, tmp_path: Path) -> None:
-    pair.run(save_one, "zero3", tmp_path)
+def test_others_can_read_it(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_one, "zero3", tmp_path, world_size=2)
     path = tmp_path / "step-3"
     if shutil.which("sha256sum"):
         subprocess.run(
@@ -132,8 +116,8 @@ def stages(rank: int, world_size: int, directory: Path) -> tuple[list[str], str]
     return wrong(mine, salt=7), missing
 
 
-def test_pipeline_stages_hold_different_names(pair: Some, tmp_path: Path) -> None:
-    outcomes = pair.run(stages, tmp_path)
+def test_pipeline_stages_hold_different_names(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks.run(stages, tmp_path, world_size=2)
     missing = f"{tmp_path}/step-3 holds optimizer.up.weight.step, which this run does not have"
     assert outcomes == [([], missing)] * 2
 
@@ -149,11 +133,12 @@ def mutate_at_once(rank: int, world_size: int, layout: str, directory: Path) -> 
     CheckpointWriter.prepare_local_plan = lambda *a: (gate.wait(10), plan(*a))[1]  # type: ignore[method-assign]
     polls = [keeper.poll()]
     for salt in (7, 9):  # the second save re-uses the first one's memory
-        state = make_state(layout, salt)
-        keeper.save(salt, state, COUNTERS, CONFIG_TEXT, asynchronous=True)
+        state, counters = make_state(layout, salt), {"salts": [salt]}
+        keeper.save(salt, state, counters, CONFIG_TEXT, asynchronous=True)
         polls.append(keeper.poll())
         for tensor in state.values():
             local(tensor).fill_(-1)
+        counters["salts"].append(-1)
         gate.set()
         keeper.wait()
         polls.append(keeper.poll())
@@ -162,7 +147,7 @@ def mutate_at_once(rank: int, world_size: int, layout: str, directory: Path) -> 
     bad = []
     for salt in (7, 9):
         state = make_state(layout, salt=8)
-        keeper.load(directory / f"step-{salt}", state)
+        assert keeper.load(directory / f"step-{salt}", state) == {"salts": [salt]}
         bad += wrong(state, salt)
     keeper.close()
     return polls, bad
@@ -170,9 +155,12 @@ def mutate_at_once(rank: int, world_size: int, layout: str, directory: Path) -> 
 
 @pytest.mark.parametrize("layout", ["zero0", "zero3"])
 def test_training_may_overwrite_the_state_as_soon_as_save_returns(
-    pair: Some, tmp_path: Path, layout: str
+    ranks: Ranks, tmp_path: Path, layout: str
 ) -> None:
-    assert pair.run(mutate_at_once, layout, tmp_path) == [([True, False, True, False, True], [])] * 2
+    assert (
+        ranks.run(mutate_at_once, layout, tmp_path, world_size=2)
+        == [([True, False, True, False, True], [])] * 2
+    )
 
 
 def back_to_back(rank: int, world_size: int, directory: Path) -> tuple[list[str], Path | None]:
@@ -190,8 +178,8 @@ def back_to_back(rank: int, world_size: int, directory: Path) -> tuple[list[str]
     return bad, latest
 
 
-def test_saves_back_to_back(pair: Some, tmp_path: Path) -> None:
-    assert pair.run(back_to_back, tmp_path) == [([], tmp_path / "step-3")] * 2
+def test_saves_back_to_back(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(back_to_back, tmp_path, world_size=2) == [([], tmp_path / "step-3")] * 2
 
 
 # ---- what is kept
@@ -282,16 +270,16 @@ def open_own(rank: int, world_size: int, directories: list[Path]) -> str:
     return error_of(checkpointer, directories[rank])
 
 
-def test_a_directory_that_is_not_shared_is_refused(pair: Some, tmp_path: Path) -> None:
-    first, second = pair.run(open_own, [tmp_path / "0", tmp_path / "1"])
+def test_a_directory_that_is_not_shared_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(open_own, [tmp_path / "0", tmp_path / "1"], world_size=2)
     assert "is not seen by ranks 1 (" in first
     assert "set run.dir to a shared one" in first
     assert second.startswith("checkpoints need one directory that all ranks share")
 
 
-def test_a_directory_that_cannot_be_made_is_refused_by_all(pair: Some, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_refused_by_all(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    errors = pair.run(open_own, [tmp_path / "file" / "checkpoints"] * 2)
+    errors = ranks.run(open_own, [tmp_path / "file" / "checkpoints"] * 2, world_size=2)
     assert errors[0] == errors[1]
     assert "Not a directory" in errors[0]
 
@@ -303,10 +291,10 @@ def open_in_haste(rank: int, world_size: int, directory: Path) -> str:
     return error
 
 
-def test_two_runs_do_not_save_to_one_directory(pair: Some, tmp_path: Path) -> None:
+def test_two_runs_do_not_save_to_one_directory(ranks: Ranks, tmp_path: Path) -> None:
     keeper = checkpointer(tmp_path)
-    errors = pair.run(open_in_haste, tmp_path)
+    errors = ranks.run(open_in_haste, tmp_path, world_size=2)
     assert errors[0] == errors[1]
     assert "another run (process " in errors[0]
     keeper.close()
-    assert pair.run(open_in_haste, tmp_path) == ["", ""]
+    assert ranks.run(open_in_haste, tmp_path, world_size=2) == ["", ""]

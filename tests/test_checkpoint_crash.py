@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import random
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +74,7 @@ def flip(path: Path, bit: int) -> None:
 def damaged(good: Path, directory: Path, flips: int) -> list[tuple[Path, str]]:
     """Copies of a checkpoint, each with one damage, and the name of the damaged file."""
     chance = random.Random(5)
-    copies = []
+    copies: list[tuple[Path, str]] = []
 
     def copy(name: str, damage: Callable[[Path], object]) -> None:
         path = directory / str(len(copies)) / good.name
@@ -83,9 +86,9 @@ def damaged(good: Path, directory: Path, flips: int) -> list[tuple[Path, str]]:
         size = (good / name).stat().st_size
         for _ in range(flips):
             bit = chance.randrange(8 * size)
-            copy(name, lambda path, bit=bit: flip(path, bit))
+            copy(name, functools.partial(flip, bit=bit))
         for length in (0, size - 1, chance.randrange(size)):
-            copy(name, lambda path, length=length: os.truncate(path, length))
+            copy(name, functools.partial(os.truncate, length=length))
         copy(name, lambda path: path.write_bytes(path.read_bytes() + b"\n"))
         copy(name, Path.unlink)
     return copies
@@ -383,3 +386,23 @@ def test_a_rank_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
     assert keeper.latest() == tmp_path / "step-1"
     keeper.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-1"]
+
+
+FAIL_WHILE_A_SAVE_WAITS = """
+import sys, threading
+from pathlib import Path
+import torch
+from checkpoint_state import checkpointer
+from fivefold.trainer.storage import CheckpointWriter
+CheckpointWriter.prepare_local_plan = lambda *_: threading.Event().wait()
+checkpointer(Path(sys.argv[1])).save(1, {"model.a": torch.zeros(3)}, {}, "", asynchronous=True)
+sys.exit("failed")
+"""
+
+
+def test_a_rank_that_fails_while_its_save_waits_for_others_still_ends(tmp_path: Path) -> None:
+    """Or they would hear of it only after their time limit."""
+    command = [sys.executable, "-c", FAIL_WHILE_A_SAVE_WAITS, str(tmp_path)]
+    ended = subprocess.run(command, cwd=Path(__file__).parent, timeout=60, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode != 0
+    assert ended.stderr.startswith("failed")

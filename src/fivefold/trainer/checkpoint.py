@@ -13,8 +13,10 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,7 +69,6 @@ class Checkpointer:
         self._session = self._meet()
         self._saves = 0
         self._snapshot: dict[str, Tensor] = {}  # host memory, kept from save to save
-        self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
 
     def save(
@@ -101,7 +102,7 @@ class Checkpointer:
             planner.error = error
         writer = CheckpointWriter(partial, final, step, counters, config_text)
         # The thread reads only shapes and meshes of the live tensors: `planner.locals` has the values.
-        self._pending = self._executor.submit(self._write, dict(state), writer, planner, partial, final)
+        self._pending = _in_background(self._write, dict(state), writer, planner, partial, final)
         if not asynchronous:
             self.wait()
 
@@ -158,11 +159,10 @@ class Checkpointer:
         return stored.counters
 
     def close(self) -> None:
-        """Ends the last save, lets the ranks meet, frees group, thread and lock. Raises as `wait` does."""
+        """Ends the last save, lets the ranks meet, frees group and lock. Raises as `wait` does."""
         try:
             self.wait()
         finally:
-            self._executor.shutdown()
             if self._group is not None:
                 # Without a barrier a rank may take its end of a connection down while another still reads.
                 dist.barrier(self._group)
@@ -336,6 +336,26 @@ def load_tensors(path: Path, prefix: str = "model.") -> dict[str, Tensor]:
             no_dist=True,
         )
     return tensors
+
+
+def _in_background(call: Callable[..., None], *arguments: object) -> concurrent.futures.Future[None]:
+    """Runs a call in a daemon thread: one that is not waited for when the process ends.
+
+    A rank that fails must end, so that the others notice; joining a thread that waits for the others, as an
+    executor does, would keep it alive until their timeout.
+    """
+    future: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            call(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
 
 
 def _local(value: Tensor) -> Tensor:

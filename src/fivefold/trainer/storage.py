@@ -12,6 +12,7 @@ Every byte of every file is guarded, those of SHA256SUMS by there being no other
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -130,7 +131,8 @@ class CheckpointWriter(FileSystemWriter):
         super().__init__(partial, per_thread_copy_ahead=0)
         self.fs: _HashedFiles = _HashedFiles()
         self._partial, self._final = partial, final
-        self._step, self._counters, self._config_text = step, counters, config_text
+        self._step, self._config_text = step, config_text
+        self._counters = copy.deepcopy(counters)  # the trainer counts on while this is written
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
