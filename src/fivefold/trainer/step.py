@@ -110,5 +110,8 @@ def local_square_norm(parameters: Sequence[LocalParameter]) -> float:
 
 
 def clip_coefficient(grad_norm: float, limit: float) -> float:
-    """The factor that brings a gradient of norm `grad_norm` down to `limit` (0 = no limit)."""
-    return limit / grad_norm if 0.0 < limit < grad_norm else 1.0
+    """The factor that brings a gradient of norm `grad_norm` down to `limit` (0 = no limit).
+
+    min(1, limit / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it, so that results compare.
+    """
+    return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
