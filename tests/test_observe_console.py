@@ -1,11 +1,12 @@
 """What a person sees, rendered to text."""
 
+import contextlib
 import io
 import os
 import pty
 import re
-import sys
 import termios
+import threading
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from fivefold.config.tree import Batch, Config, Experts, Log, Model, Optimizer, 
 from fivefold.observe.console import RunConsole
 from fivefold.observe.facts import EndFacts, StartFacts
 from fivefold.observe.grid import layout_picture
-from fivefold.observe.live import LiveLine, Progress, plain_line
+from fivefold.observe.live import LiveLine, RunProgress, plain_line
 from fivefold.observe.memory import MemoryByCategory
 from fivefold.observe.metrics import StepMetrics
 from fivefold.observe.pages import end_page, memory_page, start_page
@@ -95,8 +96,8 @@ def step_metrics(step: int, **changes: Any) -> StepMetrics:
     return StepMetrics(**values | changes)
 
 
-def progress(*steps: StepMetrics, total: int = 300) -> Progress:
-    found = Progress(total)
+def progress(*steps: StepMetrics, total: int = 300) -> RunProgress:
+    found = RunProgress(total)
     for metrics in steps:
         found.add(metrics)
     return found
@@ -259,10 +260,18 @@ def test_the_live_line_gives_up_the_least_wanted_first() -> None:
     assert render(line, 200).endswith("compute 85%  comm 12%  data 3%")
 
 
+def test_the_bar_keeps_its_place_while_numbers_change() -> None:
+    texts = [
+        render(LiveLine(progress(step_metrics(step, loss=loss, grad_norm=norm))), 100)
+        for step, loss, norm in ((2, 4.2134, 0.5238), (99, 10.1, 1.0), (120, 4.2, 12.345))
+    ]
+    assert len({text.index("/300") for text in texts}) == 1
+
+
 def test_the_plain_line_names_everything() -> None:
     line = plain_line(progress(step_metrics(120, loss_scale=1024.0, skipped=True)))
     assert line == (
-        "step 120/300  loss 4.213  grad_norm 0.524  lr 3.00e-4  16.4 K tokens/s  MFU 41.2%  1.20 GiB  "
+        "step 120/300  loss 4.213  grad_norm 0.524  lr 3.00e-4  16.4 K tokens/s  MFU 41.2%  memory 1.20 GiB  "
         "loss scale 1024  1 skipped  compute 85%, comm 12%, data 3%  3 min 00 s left"
     )
 
@@ -303,7 +312,13 @@ def test_a_code_page_without_the_signs_ends_no_run() -> None:
     assert b"step 30/30" in raw.getvalue()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def read_all(descriptor: int, chunks: list[bytes]) -> None:
+    """Reads a pseudo-terminal until its other end is closed, which Linux tells by an error."""
+    with contextlib.suppress(OSError):
+        while chunk := os.read(descriptor, 1 << 16):
+            chunks.append(chunk)
+
+
 @pytest.mark.parametrize("width", [60, 120])
 def test_on_a_terminal_one_line_lives_and_the_cursor_comes_back(
     width: int, monkeypatch: pytest.MonkeyPatch
@@ -313,17 +328,18 @@ def test_on_a_terminal_one_line_lives_and_the_cursor_comes_back(
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, width))
     chunks: list[bytes] = []
+    reader = threading.Thread(target=read_all, args=(ours, chunks))
+    reader.start()
     with open(theirs, "w", encoding="utf-8") as stream:
         monkeypatch.setattr("fivefold.observe.console.REFRESH_SECONDS", 0.0)
         console = RunConsole(config(log=Log(every=1)), stream)
-        console._live.start() if console._live else None
+        console.start(start_facts(config()))
         for step in range(1, 31):
             console.step(step_metrics(step))
             if step == 15:
                 console.note("a note")
-            chunks.append(os.read(ours, 1 << 16))
         console.close()
-        chunks.append(os.read(ours, 1 << 16))
+    reader.join()
     os.close(ours)
     output = b"".join(chunks).decode()
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # cursor hidden, and shown again

@@ -91,7 +91,7 @@ def test_views_of_one_activation_count_once() -> None:
         left, right = (wide * 1.0).chunk(2, dim=1)
         product = left * right  # each is saved for the other's gradient; both live in one storage of 24
         assert activations.peak_bytes == 24 * F32
-        product.sum().backward()
+        torch.autograd.backward(product.sum())
     assert activations.live_bytes == 0
 
 
@@ -119,7 +119,7 @@ def test_peak_is_of_what_is_alive_at_once() -> None:
     with SavedActivations(held_by(module)) as in_flight:
         losses = [module(torch.randn(5, 8)).sum() for _ in range(3)]
         for loss in losses:
-            loss.backward()
+            torch.autograd.backward(loss)
     assert (accumulated.peak_bytes, in_flight.peak_bytes) == (one, 3 * one)
     assert in_flight.live_bytes == 0
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fivefold.config.tree import Config
 from fivefold.observe.facts import EndFacts, StartFacts
-from fivefold.observe.live import LiveLine, Progress, plain_line
+from fivefold.observe.live import LiveLine, RunProgress, plain_line
 from fivefold.observe.metrics import StepMetrics
 from fivefold.observe.pages import against, end_page, memory_page, printable, start_page
 
@@ -44,7 +44,7 @@ class RunConsole:
             emoji=False,
         )
         self._every = config.log.every
-        self._progress = Progress(config.run.steps)
+        self._progress = RunProgress(config.run.steps)
         self._live = self._live_line() if terminal else None
         self._first_step: int | None = None
         self._drawn = 0.0

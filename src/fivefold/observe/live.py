@@ -22,14 +22,15 @@ from fivefold.render.units import (
 
 WINDOW_STEPS = 20
 
-_BAR_COLUMNS = (6, 24)  # least and most
+_BAR_COLUMNS = (24, 16, 10, 6)
+_SLACK_COLUMNS = 4  # left free where possible, so that a number one digit longer does not resize the bar
 # When columns are short, places of time are given up from the highest number; exposed communication is the
 # one that a layout can change.
 _SHARE_RANK: dict[Place, int] = {"communication": 8, "compute": 9, "data": 10, "checkpoint": 11, "other": 12}
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """Where a run is. Speeds are totals over the last steps, never means of each step's mean."""
 
     total_steps: int
@@ -72,7 +73,7 @@ class Progress:
         }
 
 
-def plain_line(progress: Progress) -> str:
+def plain_line(progress: RunProgress) -> str:
     """For a log file: every number with its name and unit, no control characters."""
     last = progress.last
     parts = [
@@ -84,7 +85,7 @@ def plain_line(progress: Progress) -> str:
     ]
     if progress.mfu is not None:
         parts.append(f"MFU {percent_text(progress.mfu)}")
-    parts.append(bytes_text(last.memory_bytes))
+    parts.append(f"memory {bytes_text(last.memory_bytes)}")
     if last.loss_scale is not None:
         parts.append(f"loss scale {last.loss_scale:g}")
     if progress.skipped:
@@ -97,7 +98,7 @@ def plain_line(progress: Progress) -> str:
 class LiveLine:
     """The line that stays: a bar and as many numbers as the terminal is wide, the most wanted first."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RunProgress) -> None:
         self.progress = progress
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -109,25 +110,25 @@ class LiveLine:
             return Text("first step …", "dim", no_wrap=True, overflow="crop")
         fields = self._fields()
         kept: set[int] = set()
-        used = _BAR_COLUMNS[0]
+        used = _BAR_COLUMNS[-1]
         for index in sorted(range(len(fields)), key=lambda index: fields[index][0]):
             used += 2 + fields[index][1].cell_len
             if used > width:
                 break
             kept.add(index)
         shown = [text for index, (_, text) in enumerate(fields) if index in kept]
-        columns = width - sum(2 + text.cell_len for text in shown)
-        line = self._bar(min(columns, _BAR_COLUMNS[1]))
-        return Text("  ", no_wrap=True, overflow="crop").join([line, *shown])
+        left = width - sum(2 + text.cell_len for text in shown) - _SLACK_COLUMNS
+        bar = self._bar(next((columns for columns in _BAR_COLUMNS if columns <= left), _BAR_COLUMNS[-1]))
+        return Text("  ", no_wrap=True, overflow="crop").join([bar, *shown])
 
     def _fields(self) -> list[tuple[int, Text]]:
         """(how soon it is given up: higher first, text), in the order shown."""
         progress, last = self.progress, self.progress.last
         fields = [
-            (0, Text(f"{last.step}/{progress.total_steps}", "bold")),
+            (0, Text(f"{last.step:>{len(str(progress.total_steps))}}/{progress.total_steps}", "bold")),
             (2, Text(f"{clock_text(progress.seconds_left)} left", "dim")),
             (1, _named("loss", loss_text(last.loss))),
-            (4, _named("grad", f"{last.grad_norm:.3g}")),
+            (4, _named("grad", loss_text(last.grad_norm))),
             (5, _named("lr", lr_text(last.lr))),
             (3, Text(rate_text(progress.tokens_per_second, "tokens"))),
         ]
@@ -142,14 +143,14 @@ class LiveLine:
 
     def _bar(self, columns: int) -> Text:
         done = min(round(columns * self.progress.last.step / self.progress.total_steps), columns)
-        return Text("━" * done, "cyan") + Text("─" * (columns - done), "dim")
+        return Text.assemble(("━" * done, "cyan"), ("─" * (columns - done), "dim"))
 
 
 def _named(name: str, value: str) -> Text:
-    return Text(f"{name} ", "dim") + Text(value, "default")
+    return Text.assemble((f"{name} ", "dim"), value)
 
 
-def _shares(progress: Progress) -> dict[Place, str]:
+def _shares(progress: RunProgress) -> dict[Place, str]:
     """Where time goes, without the places that take less than half a percent."""
     names = {"communication": "comm"}
     return {

@@ -184,8 +184,8 @@ def _lr_course(resolved: Resolved) -> str:
     schedule, rate = resolved.config.schedule, resolved.learning_rate
     warmup = "no warmup"
     if rate.warmup_tokens:
-        steps = rate.warmup_tokens / resolved.batch.global_batch_tokens
-        warmup = f"warmup {steps:.4g} steps ({count_text(rate.warmup_tokens)} tokens)"
+        steps = f"{rate.warmup_tokens / resolved.batch.global_batch_tokens:,.1f}".removesuffix(".0")
+        warmup = f"warmup {steps} steps ({count_text(rate.warmup_tokens)} tokens)"
     last = lr_text(rate.peak * schedule.min_lr_fraction)
     then = {
         "constant": "then constant",
