@@ -336,10 +336,10 @@ def no_memory(rank: int, world_size: int, directory: Path) -> str:
     keeper = checkpointer(directory)
     if rank == 1:
 
-        def refuse(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        def refuse(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             raise MemoryError("cannot allocate 12 bytes")
 
-        keeper._copy = refuse  # type: ignore[method-assign]
+        keeper._memory.copy = refuse  # type: ignore[method-assign]
     keeper.save(1, {"model.a": torch.zeros(3)}, {}, "", asynchronous=True)
     error = error_of(keeper.wait)
     keeper.close()

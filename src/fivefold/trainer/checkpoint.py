@@ -26,16 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 
 from fivefold.config.tree import Checkpoint
 from fivefold.trainer import shelf
 from fivefold.trainer.shelf import CheckpointError
-from fivefold.trainer.storage import CheckpointWriter, Stored, kind
+from fivefold.trainer.snapshot import HostMemory, SavePlanner, local
+from fivefold.trainer.storage import CheckpointWriter, Stored
 
 T = TypeVar("T")
 
@@ -68,7 +66,7 @@ class Checkpointer:
         self._lock: int | None = None
         self._session = self._meet()
         self._saves = 0
-        self._snapshot: dict[str, Tensor] = {}  # host memory, kept from save to save
+        self._memory = HostMemory()
         self._pending: concurrent.futures.Future[None] | None = None
 
     def save(
@@ -93,15 +91,14 @@ class Checkpointer:
         final = self._directory / f"step-{step}"
         # Ranks agree on this name without talking: session and count are the same everywhere.
         partial = self._directory / f".step-{step}.partial-{self._session}-{self._saves}"
-        planner = _SavePlanner()
+        planner = SavePlanner()
         try:
-            planner.locals = {key: _local(value) for key, value in state.items()}
+            planner.locals = {name: local(tensor) for name, tensor in state.items()}
             if asynchronous:
-                planner.locals = self._copy(planner.locals)
+                planner.locals = self._memory.copy(planner.locals)
         except (RuntimeError, MemoryError) as error:  # e.g. no memory left: the others must hear of it
             planner.error = error
         writer = CheckpointWriter(partial, final, step, counters, config_text)
-        # The thread reads only shapes and meshes of the live tensors: `planner.locals` has the values.
         self._pending = _in_background(self._write, dict(state), writer, planner, partial, final)
         if not asynchronous:
             self.wait()
@@ -235,25 +232,11 @@ class Checkpointer:
             shown = everything[:3] + ([f"and {len(everything) - 3} more"] if len(everything) > 3 else [])
             raise CheckpointError("; ".join(shown))
 
-    def _copy(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies into host memory re-used from save to save: fresh pages cost more than the copy itself."""
-        for key in self._snapshot.keys() - values.keys():
-            del self._snapshot[key]
-        for key, value in values.items():
-            copy = self._snapshot.get(key)
-            if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
-                copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=not value.is_cpu)
-                self._snapshot[key] = copy
-            copy.copy_(value, non_blocking=True)
-        if any(not value.is_cpu for value in values.values()):
-            torch.accelerator.synchronize()
-        return self._snapshot
-
     def _write(
         self,
         state: dict[str, Tensor],
         writer: CheckpointWriter,
-        planner: _SavePlanner,
+        planner: SavePlanner,
         partial: Path,
         final: Path,
     ) -> None:
@@ -283,35 +266,6 @@ class Checkpointer:
         if self._group is not None:
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
         return [name for name, is_asked in zip(names, asked.tolist(), strict=True) if not is_asked]
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """torch's plan of who writes what, with values from a snapshot and with replicas compared."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.locals: dict[str, Tensor] = {}  # this rank's part of every tensor
-        self.error: Exception | None = None  # why there is none
-
-    def create_local_plan(self) -> SavePlan:
-        if self.error is not None:
-            raise self.error  # here torch tells all ranks
-        return super().create_local_plan()
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Refuses tensors that differ between ranks: torch would keep one of them and say nothing."""
-        seen: dict[str, tuple[int, str]] = {}
-        for rank, plan in enumerate(all_plans):
-            for item in plan.items:
-                assert item.tensor_data is not None
-                name, mine = item.index.fqn, kind(item.tensor_data.size, item.tensor_data.properties.dtype)
-                first, theirs = seen.setdefault(name, (rank, mine))
-                if theirs != mine:
-                    raise CheckpointError(f"{name} is {theirs} on rank {first} and {mine} on rank {rank}")
-        return super().create_global_plan(all_plans)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.locals[index.fqn]
 
 
 def load_tensors(path: Path, prefix: str = "model.") -> dict[str, Tensor]:
@@ -356,11 +310,6 @@ def _in_background(call: Callable[..., None], *arguments: object) -> concurrent.
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()
     return future
-
-
-def _local(value: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
-    return (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
 def _single_process_is_fine() -> warnings.catch_warnings[None]:
