@@ -64,7 +64,7 @@ class Ranks:
         context = get_context("spawn")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, backend), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, backend), daemon=True)
             process.start()
             theirs.close()  # so that the death of the child reads as end of file here
             self._pipes.append(ours)
@@ -77,22 +77,30 @@ class Ranks:
         self.close()
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, dies: Collection[int] = ()
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        timeout: float = 60.0,
+        dies: Collection[int] = (),
     ) -> list[Any]:
         """Calls `fn(rank, world_size, *args)` on every rank and returns the results in rank order.
 
-        `fn` is a module-level function; arguments and results are pickled (tensors too). `timeout` is seconds
-        for the whole run. Ranks in `dies` are meant to die on the way: their result is None. After a failure,
-        or with `dies`, the processes are gone and this object cannot run again. Raises RankError.
+        `fn` is a module-level function; arguments and results are pickled (tensors too). With a `world_size`
+        below that of the object only so many take part. `timeout` is seconds for the whole run. Ranks in
+        `dies` are meant to die on the way: their result is None. After a failure, or with `dies`, the
+        processes are gone and this object cannot run again. Raises RankError.
         """
         if not self._processes:
             raise RankError("these ranks have ended (an earlier run failed or killed one); start new ones")
         # A store per run: on a used one a rank would find the addresses of the run before.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        call = pickle.dumps((self._store.port, fn, args, timeout))
-        for pipe in self._pipes:
+        world_size = world_size or self.world_size
+        call = pickle.dumps((self._store.port, world_size, fn, args, timeout))
+        for pipe in self._pipes[:world_size]:
             pipe.send_bytes(call)
-        results, failures = self._collect(timeout, frozenset(dies))
+        self._died = frozenset(dies)
+        results, failures = self._collect(world_size, timeout)
         if failures:
             self._kill()
             raise RankError("\n".join(failures))
@@ -100,7 +108,7 @@ class Ranks:
             self._pipes[rank].send_bytes(b"end of run")
         if dies:
             self.close()
-        return [results.get(rank) for rank in range(self.world_size)]
+        return [results.get(rank) for rank in range(world_size)]
 
     def close(self) -> None:
         """Ends the processes; raises RankError if one does not end by itself with exit code 0."""
@@ -116,12 +124,11 @@ class Ranks:
         if bad:
             raise RankError(f"ranks ended badly (exit codes by rank, None = had to be killed): {bad}")
 
-    def _collect(self, timeout: float, dies: frozenset[int]) -> tuple[dict[int, Any], list[str]]:
+    def _collect(self, world_size: int, timeout: float) -> tuple[dict[int, Any], list[str]]:
         """Waits for every rank's answer: results by rank, and the failures in the order they came."""
-        self._died = dies
         results: dict[int, Any] = {}
         failures: list[str] = []
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
         deadline = time.monotonic() + timeout
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -131,20 +138,18 @@ class Ranks:
             for pipe in ready:
                 assert isinstance(pipe, connection.Connection)
                 rank = waiting.pop(pipe)
-                failure = self._receive(pipe, rank, dies, results)
+                failure = self._receive(pipe, rank, results)
                 if failure:
                     failures.append(failure)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return results, failures
 
-    def _receive(
-        self, pipe: connection.Connection, rank: int, dies: frozenset[int], results: dict[int, Any]
-    ) -> str | None:
+    def _receive(self, pipe: connection.Connection, rank: int, results: dict[int, Any]) -> str | None:
         """Reads one rank's answer into `results`; returns what went wrong, if anything did."""
         try:
             good, answer = pickle.loads(pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            if rank in dies:
+            if rank in self._died:
                 return None
             self._processes[rank].join(5.0)
             return f"rank {rank} died with exit code {self._processes[rank].exitcode}"
@@ -194,15 +199,13 @@ def run_ranks(
     return results
 
 
-def _serve(pipe: connection.Connection, rank: int, world_size: int, backend: str | None) -> None:
+def _serve(pipe: connection.Connection, rank: int, backend: str | None) -> None:
     """The life of one rank: calls come in over the pipe until it closes."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the parent's: rank 0 shall not open one
     )
@@ -210,10 +213,10 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, backend: str
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host's name
     while True:
         try:
-            port, fn, args, timeout = pickle.loads(pipe.recv_bytes())
+            port, world_size, fn, args, timeout = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        os.environ["MASTER_PORT"] = str(port)
+        os.environ.update(MASTER_PORT=str(port), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
         try:
             if backend is not None:
                 dist.init_process_group(backend, timeout=timedelta(seconds=timeout))

@@ -43,8 +43,8 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
     run = table.setdefault("run", {})
     if not run.get("name"):
         run["name"] = _default_name(source)
-    if not run.get("dir"):
-        run["dir"] = str(Path("runs") / str(run["name"]))
+    if Path(source).is_dir():
+        run["dir"] = source  # also when the run has been moved
     return _convert(table, places)
 
 

@@ -269,7 +269,9 @@ class Run(Section, frozen=True):
     """One run: how long, where, from which seed, on how many local ranks."""
 
     name: Annotated[str, Meta(description="Name of the run; empty = name of the config file.")] = ""
-    dir: Annotated[str, Meta(description="Run directory; empty = runs/NAME.")] = ""
+    dir: Annotated[
+        str, Meta(description="Run directory; empty = runs/NAME, or runs/NAME-2 … if that holds a run.")
+    ] = ""
     steps: Annotated[int, Meta(ge=1, description="Optimizer steps.")] = 100
     seed: Annotated[int, Meta(ge=0, description="Seed of weights, data order and dropout.")] = 0
     ranks: Annotated[

@@ -90,6 +90,31 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
         raise ConfigError("parallel.sequence_parallel = true: belongs to tensor parallel, but tp = 1")
 
 
+def check_trainable(resolved: Resolved) -> None:
+    """Refuses what can be planned and is not trained yet."""
+    model, parallel, mesh = resolved.config.model, resolved.config.parallel, resolved.mesh
+    lacking = {
+        "mixture of experts": model.experts.count > 0,
+        "latent attention": model.latent.kv_rank > 0,
+        f"model.positions = {model.positions}": model.positions != "rotary",
+        f"model.norm = {model.norm}": model.norm != "rmsnorm",
+        f"model.activation = {model.activation}": model.activation != "swiglu",
+        "biases": model.qkv_bias or model.output_bias,
+        "model.qk_norm": model.qk_norm,
+        "model.embedding_norm": model.embedding_norm,
+        "model.dropout": model.dropout > 0,
+        f"parallel.pp = {mesh.pp}": mesh.pp > 1,
+        f"parallel.cp = {mesh.cp}": mesh.cp > 1,
+        f"parallel.tp = {mesh.tp}": mesh.tp > 1,
+        f"parallel.ep = {parallel.ep}": parallel.ep > 1,
+        f"parallel.zero = {parallel.zero}": parallel.zero in (1, 2),
+        f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
+        "precision.dtype = fp16": resolved.config.precision.dtype == "fp16",
+    }
+    if used := [name for name, is_used in lacking.items() if is_used]:
+        raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")
+
+
 def _check_units(model: Model, axis: str, degree: int, placement: Split | Owned) -> None:
     count = units(model, placement.unit)
     if isinstance(placement, Split) and (

@@ -1,0 +1,61 @@
+"""Train a model: `fivefold train CONFIG`, or go on with a run: `fivefold train RUN --resume`."""
+
+import argparse
+import os
+import sys
+
+from fivefold.cli.arguments import add_config_arguments
+from fivefold.cli.extras import require_torch
+from fivefold.config.load import load
+from fivefold.config.tree import Config
+from fivefold.spec.legal import check_trainable, resolve_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Starts the local ranks the layout needs; under a launcher, is one rank."""
+    from fivefold.trainer.place import place_from
+
+    place = place_from(os.environ)
+    config = load(arguments.config, arguments.overrides)
+    resolved = resolve_config(config, place.world_size if place else 0)
+    check_trainable(resolved)
+    require_torch()
+    if place is None:
+        directory = _check_inputs(config, arguments.resume)
+        if resolved.mesh.world_size > 1:
+            return _start(arguments, resolved.mesh.world_size, directory)
+    from fivefold.trainer.launch import as_rank
+    from fivefold.trainer.work import work
+
+    with as_rank(place):
+        work(resolved, place, arguments.resume)
+    return 0
+
+
+def _check_inputs(config: Config, resume: bool) -> str:
+    """Refuses what can be seen to be wrong before a process is started; returns the run directory."""
+    from fivefold.data.source import check_paths
+    from fivefold.observe.sinks import check_sinks
+    from fivefold.trainer.directory import choose_directory
+
+    check_paths(config.data)
+    check_sinks(config.log.sinks)
+    return str(choose_directory(config.run, resume))
+
+
+def _start(arguments: argparse.Namespace, ranks: int, directory: str) -> int:
+    from pathlib import Path
+
+    from fivefold.trainer.launch import start_local
+
+    words = ["-m", "fivefold", "train", arguments.config]
+    for override in [*arguments.overrides, f"run.dir={directory}"]:
+        words += ["--set", override]
+    words += ["--resume"] * arguments.resume + ["--debug"] * arguments.debug
+    sys.stdout.flush()
+    return start_local(words, ranks, Path(directory) / "failure.txt")

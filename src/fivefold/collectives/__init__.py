@@ -1,0 +1,1 @@
+"""Collective operations: recorded as they happen, executed by algorithm, compressed, calibrated."""

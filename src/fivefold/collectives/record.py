@@ -1,0 +1,99 @@
+"""The ledger as measured: how often each collective ran, and how many bytes it carried.
+
+Bytes follow the design's ledger conventions: all_reduce, broadcast and reduce = the tensor; all_gather = the
+output; reduce_scatter and all_to_all = the input (own part and padding included); gather and scatter = the
+parts of all ranks together; send and recv = the message.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["forward", "backward", "gradient", "optimizer", "step"]
+Primitive = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "barrier",
+]
+
+# During backward, a reduction over one of these axes is of gradients: that phase has no beginning and end of
+# its own, the reductions run from hooks inside backward. All else (gathered parameters) stays "backward".
+_GRADIENT_AXES = frozenset({"dp_replicate", "dp_shard", "dp_shard_cp", "embedding"})
+_REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Row:
+    """One line of the measured ledger: `bytes_per_rank` is the sum over the `count` calls this rank made."""
+
+    axis: str
+    primitive: str
+    phase: str
+    count: int
+    bytes_per_rank: int
+
+
+class Recorder:
+    """Counts the collectives of one rank.
+
+    `current_phase` is a plain attribute, not a thread's own: on a GPU, backward runs in another thread. The
+    axes in `excluded` are never counted. `last` is the collective entered last, counted or not, as (axis,
+    primitive, running number within its group, from 1): what a rank was in when something broke.
+    """
+
+    def __init__(self, excluded: Collection[str] = ("checkpoint",)) -> None:
+        self.excluded = frozenset(excluded)
+        self.current_phase: Phase = "step"
+        self.last: tuple[str, str, int] | None = None
+        self._pauses = 0
+        self._cells: dict[tuple[str, str, str], list[int]] = {}  # (axis, primitive, phase) → [count, bytes]
+
+    def add(self, axis: str, primitive: Primitive, size: int) -> None:
+        """Counts one call of `size` bytes."""
+        if self._pauses or axis in self.excluded:
+            return
+        phase: Phase = self.current_phase
+        if phase == "backward" and primitive in _REDUCTIONS and axis in _GRADIENT_AXES:
+            phase = "gradient"
+        key = (axis, primitive, phase)
+        cell = self._cells.get(key)
+        if cell is None:
+            self._cells[key] = cell = [0, 0]
+        cell[0] += 1
+        cell[1] += size
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """The phase inside the block; the one around it returns afterwards."""
+        outer = self.current_phase
+        self.current_phase = phase
+        try:
+            yield
+        finally:
+            self.current_phase = outer
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts nothing inside the block: set-up, checkpoint and evaluation are no part of the ledger."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def rows(self) -> list[Row]:
+        """What was counted since the last `clear`, sorted by axis, primitive, phase."""
+        return sorted(Row(*key, count, size) for key, (count, size) in self._cells.items())
+
+    def clear(self) -> None:
+        """Forgets the counts (not `last`)."""
+        self._cells.clear()

@@ -1,0 +1,113 @@
+"""Causal attention inside documents, with grouped key/value heads."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from fivefold.config.tree import Model
+from fivefold.nn.recompute import Recompute
+from fivefold.nn.rotary import Rotary, apply_rotary
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Documents of a packed micro-batch, in the order of its flattened tokens.
+
+    Attributes:
+        lengths: tokens of each document; a row's end always ends one.
+        whole_rows: every row is one document.
+    """
+
+    lengths: tuple[int, ...]
+    whole_rows: bool
+
+    @staticmethod
+    def from_documents(documents: Tensor) -> "Segments":
+        """Segments of `documents` `[batch, sequence]`, the number of the document each token is in."""
+        starts = torch.ones_like(documents, dtype=torch.bool)
+        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        first = starts.flatten().nonzero().flatten()
+        ends = torch.cat((first[1:], first.new_tensor([documents.numel()])))
+        lengths = tuple((ends - first).tolist())
+        return Segments(lengths, whole_rows=len(lengths) == documents.shape[0])
+
+
+class Packed(NamedTuple):
+    """Queries, keys and values of a flattened micro-batch, each `[tokens, heads, head_dim]`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+    """Softmax attention of each token to itself and the tokens before it in its document.
+
+    A mask would disable flash attention, so documents are told apart by lengths instead.
+
+    Args:
+        query: `[batch, heads, sequence, head_dim]`.
+        key: `[batch, kv_heads, sequence, head_dim]`, as is value.
+
+    Returns:
+        `[batch, heads, sequence, head_dim]`.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if segments.whole_rows:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    batch, heads, sequence, head_dim = query.shape
+    packed = Packed(*(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))
+    attend = _packed_flash if _has_packed_flash(query) else _document_by_document
+    return attend(packed, segments, grouped).view(batch, sequence, heads, head_dim).transpose(1, 2)
+
+
+def _has_packed_flash(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _packed_flash(packed: Packed, segments: Segments, grouped: bool) -> Tensor:
+    lengths = torch.tensor((0, *segments.lengths), dtype=torch.int32, device=packed.query.device)
+    ends = lengths.cumsum(0, dtype=torch.int32)
+    longest = max(segments.lengths)
+    out = varlen_attn(*packed, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _document_by_document(packed: Packed, segments: Segments, grouped: bool) -> Tensor:
+    lengths = list(segments.lengths)
+    query, key, value = (torch.split(x.transpose(0, 1), lengths, dim=1) for x in packed)
+    pieces = [
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        for q, k, v in zip(query, key, value, strict=True)
+    ]  # each [heads, length, head_dim]
+    return torch.cat(pieces, dim=1).transpose(0, 1)
+
+
+class Attention(nn.Module):
+    """Query, key and value projections, attention, output projection."""
+
+    def __init__(self, model: Model, recompute: Recompute) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.core = recompute.attention(causal_attention)
+        queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.query = nn.Linear(model.hidden, queries, bias=False)
+        self.key = nn.Linear(model.hidden, keys, bias=False)
+        self.value = nn.Linear(model.hidden, keys, bias=False)
+        self.output = nn.Linear(queries, model.hidden, bias=False)
+
+    def forward(self, x: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
+        """`x` and the result: `[batch, sequence, hidden]`."""
+        query, key, value = (self._heads(project(x)) for project in (self.query, self.key, self.value))
+        query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        attended = self.core(query, key, value, segments)
+        return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """`[batch, sequence, heads · head_dim]` → `[batch, heads, sequence, head_dim]`."""
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)

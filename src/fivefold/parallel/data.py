@@ -1,0 +1,69 @@
+"""Data parallel: replicas (zero 0), fully sharded (zero 3), and replicas of shards (hybrid), on FSDP2.
+
+One bucket per decoder layer and one for embedding, final norm and head: fixed before the first step and never
+rebuilt, so a gradient is summed in the same order in every step. Gradients are plain sums over the data
+axes: the loss is already divided by the token count of the whole global batch.
+"""
+
+from typing import cast
+
+import torch
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fivefold.config.tree import Precision
+from fivefold.nn.decoder import Decoder
+from fivefold.spec.mesh import Mesh
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def master_dtype(precision: Precision) -> torch.dtype:
+    """The type of parameters, gradients' sums and optimizer state: float32, or float64 under float64."""
+    return torch.promote_types(DTYPES[precision.dtype], torch.float32)
+
+
+class DataParallel:
+    """The data axes around a decoder, and when they communicate."""
+
+    def __init__(
+        self, decoder: Decoder, device_mesh: DeviceMesh | None, mesh: Mesh, zero: int, precision: Precision
+    ) -> None:
+        compute, master = DTYPES[precision.dtype], master_dtype(precision)
+        self.zero = zero
+        self.root: FSDPModule | None = None
+        if device_mesh is None or (mesh.data_parallel == 1 and compute == master):
+            return
+        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
+        units = [*decoder.layers.values(), decoder]
+        for unit in units:
+            if zero == 3:
+                axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
+                fully_shard(unit, mesh=device_mesh[axes], mp_policy=policy)
+            else:
+                replicate(unit, mesh=device_mesh["dp_replicate"], mp_policy=policy)
+            cast(FSDPModule, unit).set_gradient_divide_factor(1.0)
+            # A factor of one would otherwise become a pre-multiplied sum, which gloo does not have.
+            cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)
+        self.root = cast(FSDPModule, decoder)
+
+    def begin_micro_step(self, last: bool) -> None:
+        """Sets which reductions the coming backward makes.
+
+        zero 0 keeps whole gradients and reduces them once, after the last micro-batch. zero 3 holds gradients
+        in shards, so each backward reduce-scatters; only the sum over the replicas of a shard waits for the
+        last.
+        """
+        if self.root is None:
+            return
+        if self.zero == 0:
+            self.root.set_requires_gradient_sync(last)
+        else:
+            self.root.set_requires_all_reduce(last)
+        self.root.set_is_last_backward(last)

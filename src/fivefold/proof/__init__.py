@@ -1,0 +1,1 @@
+"""Parity with one process, ledger against measurement, injected faults."""

@@ -1,0 +1,259 @@
+"""Starting local ranks and telling, once and in one line, what became of them; and the frame a rank runs in.
+
+The ranks are commands, not functions: a function entry point that ends gracefully after a signal never exits
+(it waits for its parent, which waits for it). Everything rests on torch's elastic agent.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Self
+
+from fivefold.config.errors import BadInput
+from fivefold.trainer.place import RUN_ID, Place, usable_cores
+from fivefold.trainer.stop import ECHO_SECONDS
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What a rank says whose only trouble is that another one is gone.
+CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+SIGNAL_HINTS = {
+    signal.SIGKILL: "usually the kernel, out of memory: see dmesg; a smaller micro-batch or recompute helps",
+    signal.SIGBUS: "usually /dev/shm is full: see fivefold doctor",
+    signal.SIGABRT: "a library gave up: its message is above",
+    signal.SIGSEGV: "a crash in native code: set PYTHONFAULTHANDLER=1 to see where",
+}
+
+
+def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None = None) -> int:
+    """Starts `ranks` processes of this Python with `arguments` on this host and waits for them.
+
+    A failure of any rank ends all of them; one line on stderr names the first. SIGINT, SIGTERM and SIGHUP are
+    passed on, and the ranks then have all the time they need to finish a step and save; a second one, later
+    than two seconds, kills them.
+
+    Args:
+        arguments: what follows `python`, e.g. ["-m", "fivefold", "train", "run.toml"].
+        ranks: how many.
+        failure_file: where the traceback of the rank that failed first is written.
+
+    Returns:
+        0 = all ranks ended well, 1 = one failed or a signal stopped them, 2 = they called the input bad.
+    """
+    with ExitStack() as stack:
+        logs = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="fivefold-", ignore_cleanup_errors=True)
+        )
+        stack.enter_context(_rank_environment(os.environ, ranks))
+        stack.enter_context(_silence("torch.distributed.elastic"))
+        agent = _agent(arguments, ranks, logs)
+        relay = stack.enter_context(_Relay(agent))
+        failures = agent.run().failures
+        if relay.killed:
+            _say(f"killed by a second {relay.name}; what was not saved yet is lost")
+            return 1
+        if failures:
+            return _report(failures, failure_file)
+        if relay.name:
+            _say(f"stopped by {relay.name}; the ranks ended well")
+            return 1
+        return 0
+
+
+def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgent":
+    """torch's elastic agent for one host, with a store at a port that the kernel chose.
+
+    `elastic_launch` does the same, but hides the ranks' process ids: it can only end the ranks within a fixed
+    time, while a save takes as long as it takes. Its c10d rendezvous is also 0.3 s slower.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    # Multi-tenant: the rendezvous' own store of this address, in this process, is this very server.
+    store = TCPStore("127.0.0.1", 0, 1, True, multi_tenant=True, wait_for_workers=False)
+    rendezvous = StaticTCPRendezvous("127.0.0.1", store.port, 0, 1, f"{RUN_ID}-{os.getpid()}", 60)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=(*_safe_path(), *arguments),
+        max_restarts=0,
+        monitor_interval=0.1,
+        master_addr="127.0.0.1",
+        master_port=store.port,
+        local_addr="127.0.0.1",  # else the agent looks up the host's name: seconds where DNS is broken
+    )
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs))
+
+
+def _safe_path() -> list[str]:
+    """`python -m` puts the working directory first on the path, where a user's random.py would shadow Python's.
+    The ranks get it only if this process has it.
+    """
+    return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+
+
+class _Relay:
+    """While it is entered, SIGINT, SIGTERM and SIGHUP go to the ranks as a request to stop, and a second one
+    as SIGKILL. The agent's own handler would give them 30 seconds.
+    """
+
+    def __init__(self, agent: "LocalElasticAgent") -> None:
+        self.name = ""  # of the first signal
+        self.killed = False
+        self._agent = agent
+        self._first_at = 0.0
+
+    def __enter__(self) -> Self:
+        # The agent installs handlers of its own when it starts the ranks, for the signals named here.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        self._before = {number: signal.signal(number, self._pass_on) for number in RELAYED}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.name and now - self._first_at < ECHO_SECONDS:
+            return
+        self.killed = bool(self.name)
+        if not self.name:
+            self.name, self._first_at = signal.Signals(number).name, now
+            _say(f"{self.name}: the ranks finish their step and save; a second one kills them")
+        for worker in self._agent.get_worker_group().workers:
+            with suppress(ProcessLookupError, TypeError):  # ended already; not started yet
+                os.killpg(worker.id, signal.SIGKILL if self.killed else signal.SIGTERM)
+
+
+@contextmanager
+def as_rank(place: Place | None) -> Iterator[None]:
+    """The frame around all a rank does: it ends with its launcher, and reports its own failure once.
+
+    An exception ends the process: exit code 2 for BadInput, else 1. An elastic launcher gets it recorded, to
+    print it once; under srun and mpirun the rank prints one line. Without a launcher nothing is caught.
+    """
+    if place is None:
+        yield
+        return
+    _follow_launcher(place)
+    try:
+        yield
+    except (SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # CheckpointException, for one, is no Exception
+        _record(place, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A regular exit would take process groups down while collectives are in flight, which aborts or hangs.
+        os._exit(2 if isinstance(error, BadInput) else 1)
+
+
+def _follow_launcher(place: Place) -> None:
+    """Asks Linux for a SIGTERM when the launcher dies, however: else its ranks would train on, unseen."""
+    if place.launcher in ("fivefold", "torchrun", "accelerate") and sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def _record(place: Place, error: BaseException) -> None:
+    """The error file that torch's elastic agent reads; see its ErrorHandler for the format."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    message = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
+    if path is None:
+        if not _is_consequence(message):
+            _say(f"rank {place.rank}: {message}")
+        return
+    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def _report(failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
+    """One line about the rank that failed first, and its traceback in a file."""
+    # In the order the agent saw them end. Its time stamps are whole seconds, too coarse to tell a cause from
+    # its consequences; those are told by what they say.
+    rank, failure = min(failures.items(), key=lambda item: _is_secondary(item[1]))
+    message = _message(failure)
+    if message and failure.exitcode == 2:
+        _say(message)
+        return 2
+    if message:
+        where = ""
+        if failure_file is not None:
+            failure_file.parent.mkdir(parents=True, exist_ok=True)
+            failure_file.write_text(failure.error_file_data["message"]["extraInfo"]["py_callstack"])
+            where = f" (traceback: {failure_file})"
+        _say(f"rank {rank} failed: {message}{where}")
+    elif failure.exitcode < 0:
+        number = signal.Signals(-failure.exitcode)
+        _say(f"rank {rank} was killed by {number.name}: {SIGNAL_HINTS.get(number, 'not by fivefold')}")
+    else:
+        _say(
+            f"rank {rank} ended with exit code {failure.exitcode} and recorded no reason; see its output above"
+        )
+    return 1
+
+
+def _message(failure: "ProcessFailure") -> str:
+    """What the rank recorded about its end, in one line; "" if nothing."""
+    recorded = failure.error_file_data["message"]
+    return " ".join(recorded["message"].split()) if isinstance(recorded, dict) else ""
+
+
+def _is_secondary(failure: "ProcessFailure") -> bool:
+    """Whether the rank ended because another had: it lost its peer, or the agent ended it."""
+    return failure.exitcode == -signal.SIGTERM or _is_consequence(_message(failure))
+
+
+def _is_consequence(message: str) -> bool:
+    return any(sign in message for sign in CONSEQUENCES)
+
+
+def _say(line: str) -> None:
+    print(f"fivefold: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _rank_environment(environment: MutableMapping[str, str], ranks: int) -> Iterator[None]:
+    """What ranks on one host should inherit, unless the user has decided otherwise."""
+    before = dict(environment)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    # Else gloo looks up the host's name, which fails in many containers.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    try:
+        yield
+    finally:
+        environment.clear()
+        environment.update(before)
+
+
+@contextmanager
+def _silence(name: str) -> Iterator[None]:
+    """Drops what a logger and those below it say: up to 27 lines for one failure."""
+    logger = logging.getLogger(name)
+    before, quiet = logger.propagate, logging.NullHandler()
+    logger.propagate = False
+    logger.addHandler(quiet)
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(quiet)

@@ -1,0 +1,236 @@
+"""A run from its first step, or from a checkpoint, to its last."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import nan
+from pathlib import Path
+
+import torch
+
+from fivefold.config.load import dump
+from fivefold.data.samples import Samples
+from fivefold.ledger.flops import forward_per_token
+from fivefold.nn.generate import generate
+from fivefold.observe.clock import StepClock
+from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
+from fivefold.observe.metrics import StepMetrics
+from fivefold.observe.observer import Observer
+from fivefold.parallel.apply import ParallelModel, parallelize
+from fivefold.parallel.mesh import device_mesh
+from fivefold.spec.legal import Resolved
+from fivefold.trainer import machine
+from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
+from fivefold.trainer.checkpoint import Checkpointer
+from fivefold.trainer.evaluate import evaluate
+from fivefold.trainer.optimizer import LocalOptimizer
+from fivefold.trainer.session import Session
+from fivefold.trainer.shelf import CheckpointError
+from fivefold.trainer.state import Counters, tensors
+from fivefold.trainer.step import Stepper, StepResult
+
+
+class RunError(RuntimeError):
+    """The run cannot go on; every rank raises it in the same step."""
+
+
+@dataclass(slots=True)
+class Loop:
+    """One rank's run: everything a step needs, how far it has come, and who watches."""
+
+    session: Session
+    resolved: Resolved
+    samples: Samples
+    checkpoints: Checkpointer
+    stop_requested: Callable[[], bool]
+    observer: Observer = field(default_factory=Observer)
+    stepper: Stepper = field(init=False)
+    counters: Counters = field(default_factory=Counters)
+    last_loss: float = nan
+    last_evaluation: float | None = None
+    saved_step: int | None = None
+    profiled: bool = False
+
+    def __post_init__(self) -> None:
+        session, config = self.session, self.resolved.config
+        mesh = device_mesh(self.resolved.mesh, session.device)
+        model = parallelize(self.resolved, mesh, session.device)
+        self.stepper = Stepper(
+            model,
+            LocalOptimizer(config.optimizer, model.parameters),
+            session.agreement,
+            session.recorder,
+            StepClock(),
+            config.optimizer.clip,
+        )
+
+    @property
+    def model(self) -> ParallelModel:
+        return self.stepper.model
+
+    @property
+    def data_rank(self) -> int:
+        return self.resolved.mesh.data_rank(self.session.rank)
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint. Collective."""
+        return self.checkpoints.latest()
+
+    def restore(self) -> None:
+        """Goes back to the newest complete checkpoint, if there is one. Collective."""
+        path = self.checkpoints.latest()
+        if path is None:
+            return
+        stored = self.checkpoints.load(path, tensors(self.model, self.stepper.optimizer))
+        identity = stored.pop("data")
+        if identity != self._data_identity():
+            raise RunError(
+                f"{path} was trained on other data: {identity}, this run reads {self._data_identity()}"
+            )
+        self.counters = Counters(**stored)
+        self.stepper.optimizer.set_updates(self.counters.updates)
+        self.saved_step = self.counters.step
+
+    def run(self) -> str:
+        """Trains until the last step or until a stop is agreed; returns how it ended."""
+        run, checkpoint = self.resolved.config.run, self.resolved.config.checkpoint
+        self.session.recorder.clear()
+        self.stepper.clock.lap()
+        stopping = False
+        while self.counters.step < run.steps and not stopping:
+            stopping = self._step()
+            step = self.counters.step
+            if run.eval_every and step % run.eval_every == 0 and step < run.steps and not stopping:
+                self._evaluate()
+            if checkpoint.every and step % checkpoint.every == 0 and step < run.steps and not stopping:
+                self._save(asynchronous=checkpoint.asynchronous)
+        self._finish_save()
+        if self.saved_step != self.counters.step:
+            self._save(asynchronous=False)
+        if stopping:
+            return "stopped as asked"
+        self._evaluate()
+        return "done"
+
+    def _step(self) -> bool:
+        """One optimizer step and its report; returns whether a stop was agreed."""
+        plan, clock, counters = self.resolved.batch, self.stepper.clock, self.counters
+        with clock.measure("data"):
+            share = training_share(self.samples, plan, counters.samples, self.data_rank, self.session.device)
+        learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
+        flags = (float(self.stop_requested()), float(self.checkpoints.poll()))
+        take_step = self.stepper.step if self.profiled else self._profiled_step
+        result = take_step(share, learning_rate, flags)
+        counters.advance(plan.global_batch, plan.global_batch_tokens, result.skipped is not None)
+        stop, saved = result.flags
+        if saved == self.session.world_size:
+            self._finish_save()
+        self._report(result, learning_rate)
+        return stop > 0
+
+    def _profiled_step(
+        self, share: Sequence[MicroBatch], learning_rate: float, flags: Sequence[float]
+    ) -> StepResult:
+        """This start's first step, with memory by category told afterwards."""
+        self.profiled = True
+        found: list[MemoryByCategory] = []
+        module, optimizer = self.model.module, self.stepper.optimizer.torch
+        with SavedActivations([*module.parameters(), *module.buffers()]) as activations:
+            result = self.stepper.step(
+                share,
+                learning_rate,
+                flags,
+                lambda _: found.append(memory_by_category([module], [optimizer], activations.peak_bytes)),
+            )
+        self.observer.memory(found[0])
+        return result
+
+    def _report(self, result: StepResult, learning_rate: float) -> None:
+        """Tells a step to whoever watches; ends the run after too many skips in a row."""
+        counters, plan = self.counters, self.resolved.batch
+        config = self.resolved.config
+        seconds = self.stepper.clock.lap()
+        self.last_loss = result.loss
+        flops = (
+            3
+            * forward_per_token(config.model, plan.sequence_length, "causal").total
+            * plan.global_batch_tokens
+        )
+        peak = config.machine.peak_flops * self.session.world_size
+        traffic: dict[str, int] = {}
+        for row in self.session.recorder.rows():
+            traffic[row.axis] = traffic.get(row.axis, 0) + row.bytes_per_rank
+        self.session.recorder.clear()
+        self.observer.step(
+            StepMetrics(
+                step=counters.step,
+                tokens=counters.tokens,
+                step_tokens=plan.global_batch_tokens,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=learning_rate,
+                seconds=seconds,
+                memory_bytes=machine.memory_bytes(self.session.device),
+                mfu=flops / sum(seconds.values()) / peak if peak else None,
+                skipped=result.skipped is not None,
+                traffic=traffic,
+            )
+        )
+        if result.skipped is None:
+            return
+        line = f"step {counters.step}: update skipped on all ranks, gradient not finite; {result.skipped}"
+        self.observer.note(line)
+        if counters.skips_in_a_row > config.precision.max_skips:
+            raise RunError(f"{line}; {counters.skips_in_a_row} skips in a row (precision.max_skips)")
+
+    def _evaluate(self) -> None:
+        """The held-out loss, told to whoever watches. Collective."""
+        config, plan = self.resolved.config, self.resolved.batch
+        if not self.samples.validation_count:
+            return
+        batches = self.samples.validation_batches(plan.global_batch, config.run.eval_batches)
+        shares = (held_out_share(batch, plan, self.data_rank, self.session.device) for batch in batches)
+        with self.session.recorder.paused():
+            self.last_evaluation = evaluate(self.model, shares, self.session.agreement)
+        self.observer.evaluation(self.counters.step, self.last_evaluation)
+
+    def _save(self, asynchronous: bool) -> None:
+        """Begins a checkpoint of this step (and, if not asynchronous, ends it)."""
+        self._finish_save()
+        state = tensors(self.model, self.stepper.optimizer)
+        counters = self.counters.to_dict() | {"data": self._data_identity()}
+        text = dump(self.resolved.config)
+        with self.session.recorder.paused(), self.stepper.clock.measure("checkpoint"):
+            self.checkpoints.save(self.counters.step, state, counters, text, asynchronous=asynchronous)
+        self.saved_step = self.counters.step
+
+    def _finish_save(self) -> None:
+        """Ends the save under way. One that failed is told, and training goes on with the checkpoint before."""
+        try:
+            with self.stepper.clock.measure("checkpoint"):
+                self.checkpoints.wait()
+        except CheckpointError as error:
+            self.saved_step = None
+            self.observer.note(f"step {self.counters.step}: checkpoint failed, training goes on: {error}")
+
+    def _data_identity(self) -> dict[str, object]:
+        """What the sample counter counts: with any other value it would mean other samples."""
+        return {
+            "digest": self.samples.digest(),
+            "sequence_length": self.resolved.batch.sequence_length,
+            "seed": self.resolved.config.run.seed,
+        }
+
+    def sample(self, prompt: list[int], count: int) -> list[int]:
+        """Tokens the model continues `prompt` with. Collective: every rank draws the same."""
+        config = self.resolved.config
+        with self.session.recorder.paused(), torch.no_grad():
+            return generate(
+                self.model.module,
+                prompt,
+                count,
+                context=config.batch.sequence_length,
+                temperature=0.8,
+                top_k=40,
+                seed=config.run.seed,
+            )

@@ -1,0 +1,69 @@
+"""The optimizer over a rank's own parts of the parameters, and its state by global name."""
+
+import torch
+from torch import Tensor
+
+from fivefold.config.tree import Optimizer
+from fivefold.parallel.local import LocalParameter
+
+
+class LocalOptimizer:
+    """AdamW or SGD on plain local tensors: fused AdamW on DTensors is eight times slower on a CPU.
+
+    State names are the field's own (`exp_avg`, `exp_avg_sq`, `momentum_buffer`); the update count is one
+    number for all parameters and lives in the run's counters.
+    """
+
+    def __init__(self, options: Optimizer, parameters: list[LocalParameter]) -> None:
+        self.parameters = parameters
+        decayed = [p.value for p in parameters if p.spec.role not in options.no_decay]
+        kept = [p.value for p in parameters if p.spec.role in options.no_decay]
+        groups = [
+            {"params": decayed, "weight_decay": options.weight_decay},
+            {"params": kept, "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.torch: torch.optim.Optimizer
+        if options.name == "adamw":
+            self.torch = torch.optim.AdamW(
+                groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True
+            )
+            self._moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+        else:
+            self.torch = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
+            self._moments = ("momentum_buffer",) if options.momentum else ()
+        for parameter in parameters:
+            for name in self._moments:
+                self.torch.state[parameter.value][name] = torch.zeros_like(parameter.value)
+        self.set_updates(0)
+
+    def step(self, learning_rate: float, scale: float) -> None:
+        """One update with the gradients times `scale` (the clip coefficient)."""
+        for parameter in self.parameters:
+            parameter.value.grad = parameter.gradient()
+        gradients = [p.value.grad for p in self.parameters if p.value.grad is not None]
+        if scale != 1.0:
+            torch._foreach_mul_(gradients, scale)
+        for group in self.torch.param_groups:
+            group["lr"] = learning_rate
+        self.torch.step()
+
+    def clear_gradients(self) -> None:
+        """Drops the gradients; the next backward makes new ones."""
+        for parameter in self.parameters:
+            parameter.value.grad = parameter.held.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Moments by global name, laid out like the parameters and sharing storage with the live ones."""
+        return {
+            f"{parameter.spec.name}.{name}": parameter.like_held(self.torch.state[parameter.value][name])
+            for parameter in self.parameters
+            for name in self._moments
+        }
+
+    def set_updates(self, count: int) -> None:
+        """Sets how many updates the moments have seen (AdamW's bias correction)."""
+        if "exp_avg" in self._moments:
+            for parameter in self.parameters:
+                step = torch.tensor(float(count), device=parameter.value.device)
+                self.torch.state[parameter.value]["step"] = step

@@ -1,0 +1,94 @@
+"""One rank's part in the run: its place, device, process group and what it records."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from fivefold.collectives.group import register
+from fivefold.collectives.record import Recorder
+from fivefold.config.errors import BadInput
+from fivefold.trainer import machine
+from fivefold.trainer.agree import Agreement
+from fivefold.trainer.place import Place, open_store
+
+T = TypeVar("T")
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a rank has while the run lasts."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    recorder: Recorder
+    agreement: Agreement
+    store: Store
+    backend: str
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on every rank. Collective.
+
+        Raises:
+            BadInput: what `make` raised on rank 0, on every rank. The others wait for it as long as it takes
+                (tokenizing a corpus outlasts any timeout of a collective), unless rank 0 dies.
+        """
+        if self.world_size == 1:
+            return make()
+        box: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                box[0] = make()
+            except BadInput as error:
+                box[1] = str(error)
+            self._announce()
+        else:
+            self._await_main()
+        dist.broadcast_object_list(box, src=0)
+        if box[1] is not None:
+            raise BadInput(box[1])
+        return box[0]  # type: ignore[no-any-return]
+
+    def _announce(self) -> None:
+        self.store.set(f"from_main/{self.store.add('announced', 1)}", "")
+
+    def _await_main(self) -> None:
+        count = self.store.add(f"awaited/{self.rank}", 1)
+        while not self.store.check([f"from_main/{count}"]):
+            time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def open_session(place: Place | None, backend: str, timeout_seconds: float) -> Iterator[Session]:
+    """Joins the run's process group, and leaves it when the body has ended on this rank without an error.
+
+    Args:
+        place: this process's place among the ranks; None for a run of one process.
+        backend: `parallel.backend`.
+        timeout_seconds: a collective that takes longer is an error.
+    """
+    rank, world_size = (place.rank, place.world_size) if place else (0, 1)
+    device = machine.device(place.local_rank if place else 0)
+    recorder = Recorder()
+    timeout = timedelta(seconds=timeout_seconds)
+    if backend == "default":
+        backend = machine.default_backend(device)
+    name = register(recorder, timeout) if backend == "gloo" else backend
+    store = open_store(place, timeout_seconds) if place else HashStore()
+    dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    yield Session(rank, world_size, device, recorder, Agreement(device), store, backend)
+    dist.barrier()  # a rank that left early would break the connections of those still at work
+    dist.destroy_process_group()

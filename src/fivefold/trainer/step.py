@@ -1,0 +1,117 @@
+"""One optimizer step, the same function for every layout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from fivefold.collectives.record import Recorder
+from fivefold.observe.clock import StepClock
+from fivefold.parallel.apply import ParallelModel
+from fivefold.parallel.local import LocalParameter
+from fivefold.trainer.agree import Agreement
+from fivefold.trainer.batches import MicroBatch
+from fivefold.trainer.diagnose import first_non_finite
+from fivefold.trainer.optimizer import LocalOptimizer
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did, the same numbers on every rank.
+
+    Attributes:
+        loss: nats per counted token of the global batch.
+        loss_tokens: tokens counted.
+        grad_norm: norm of the whole gradient before clipping.
+        skipped: why nothing was updated (the gradient was not finite), or None.
+        flags: sums over the ranks of the flags handed in.
+    """
+
+    loss: float
+    loss_tokens: int
+    grad_norm: float
+    skipped: str | None
+    flags: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepper:
+    """What a step works on."""
+
+    model: ParallelModel
+    optimizer: LocalOptimizer
+    agreement: Agreement
+    recorder: Recorder
+    clock: StepClock
+    clip: float
+
+    def step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        learning_rate: float,
+        flags: Sequence[float] = (),
+        inspect: Callable[[ParallelModel], None] | None = None,
+    ) -> StepResult:
+        """Accumulate, reduce, agree, clip, update.
+
+        The gradient is that of Σ loss / Σ counted tokens over the whole global batch, so it does not depend on
+        how the batch is cut into ranks and micro-batches.
+
+        Args:
+            micro_batches: this rank's share of the global batch, on its device.
+            learning_rate: of this update.
+            flags: this rank's flags (stop asked for, save done, …), summed over the ranks with the token count.
+            inspect: sees the model when gradients are whole and parameters still the old ones.
+        """
+        with self.recorder.phase("step"):
+            counted = sum(batch.loss_tokens for batch in micro_batches)
+            loss_tokens, *agreed = self.agreement.sum(counted, *flags)
+        loss_sum = 0.0
+        for index, batch in enumerate(micro_batches):
+            self.model.data.begin_micro_step(last=index == len(micro_batches) - 1)
+            loss_sum += self._forward_backward(batch, max(loss_tokens, 1.0))
+        with self.recorder.phase("step"):
+            square = local_square_norm(self.model.parameters)
+            loss_sum, square = self.agreement.sum(loss_sum, square)
+        grad_norm = sqrt(square)
+        if inspect is not None:
+            inspect(self.model)
+        skipped = None
+        if isfinite(loss_sum) and isfinite(grad_norm):
+            with self.clock.measure("compute"):
+                self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip))
+        else:
+            with self.recorder.paused():
+                skipped = first_non_finite(self.model, micro_batches)
+        self.optimizer.clear_gradients()
+        return StepResult(loss_sum / max(loss_tokens, 1.0), int(loss_tokens), grad_norm, skipped, agreed)
+
+    def _forward_backward(self, batch: MicroBatch, loss_tokens: float) -> float:
+        """Adds one micro-batch's gradient; returns its summed loss."""
+        with self.clock.measure("compute"):
+            with self.recorder.phase("forward"):
+                loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels)
+            with self.recorder.phase("backward"):
+                (loss / loss_tokens).backward()  # type: ignore[no-untyped-call]
+            return loss.item()
+
+
+def local_square_norm(parameters: Sequence[LocalParameter]) -> float:
+    """This rank's share of the squared norm of the whole gradient: summed over the ranks, each element counts
+    once, because a part that several ranks hold counts for 1 / copies on each."""
+    held = [(gradient, p.copies) for p in parameters if (gradient := p.gradient()) is not None]
+    if not held:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in held])).double()
+    copies = torch.tensor([copies for _, copies in held], dtype=torch.float64, device=norms.device)
+    return (norms.square() / copies).sum().item()
+
+
+def clip_coefficient(grad_norm: float, limit: float) -> float:
+    """The factor that brings a gradient of norm `grad_norm` down to `limit` (0 = no limit).
+
+    min(1, limit / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` has it, so that results compare.
+    """
+    return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0

@@ -1,0 +1,50 @@
+"""Stopping when asked to: a signal sets a flag, and the step that sees it ends the run with a checkpoint."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# One Ctrl-C may reach a rank twice, by its terminal and by its launcher; a person who presses it again
+# later means it.
+ECHO_SECONDS = 2.0
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT instead of dying of them; a context manager for the main thread.
+
+    The run asks once per step (`if stop:`) and lets the ranks agree. A SIGINT later than two seconds
+    after the first signal ends the process at once, unsaved, with exit code 130.
+    """
+
+    def __init__(self) -> None:
+        self.name = ""  # of the first signal received, "" while there was none
+        self._first_at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.name)
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("StopSignal: Python delivers signals to the main thread only; enter it there")
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.name:
+            self.name, self._first_at = signal.Signals(number).name, now
+        elif number == signal.SIGINT and now - self._first_at > ECHO_SECONDS:
+            sys.stderr.flush()
+            os._exit(130)  # no clean-up: a collective in flight would wait for the other ranks

@@ -1,0 +1,148 @@
+"""What one rank does from start to end: settle the choices, prepare data, train, finish."""
+
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from fivefold.config.tree import Config
+from fivefold.data.samples import Samples
+from fivefold.data.shards import prepare
+from fivefold.data.store import TokenStore, open_store
+from fivefold.observe.facts import EndFacts, StartFacts
+from fivefold.observe.observer import open_observer
+from fivefold.observe.progress import PreparationProgress
+from fivefold.spec.legal import Resolved
+from fivefold.trainer import machine
+from fivefold.trainer.checkpoint import Checkpointer
+from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, choose_directory, write_config
+from fivefold.trainer.loop import Loop
+from fivefold.trainer.place import Place
+from fivefold.trainer.session import open_session
+from fivefold.trainer.stop import StopSignal
+
+SAMPLE_PROMPT = "def "
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """What rank 0 decides for all."""
+
+    config: Config
+    directory: Path
+    tokens: Path
+    machine_reason: str
+
+
+def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
+    """One rank's whole run. Every rank calls it alike.
+
+    Raises:
+        BadInput: the data or the run directory cannot be used.
+        RunError: the run cannot go on.
+    """
+    config = resolved.config
+    with (
+        StopSignal() as stop,
+        open_session(place, config.parallel.backend, config.run.timeout_seconds) as session,
+    ):
+        settled = session.from_main(lambda: _settle(config, resume, session.device))
+        resolved = replace(resolved, config=settled.config)
+        if note := machine.apply(settled.config.machine):
+            print(f"rank {session.rank}: {note}", file=sys.stderr)
+        store = open_store(settled.tokens)
+        samples = Samples(store, config.data, resolved.batch.sequence_length, config.run.seed)
+        checkpoints = Checkpointer(settled.directory / CHECKPOINTS, config.checkpoint)
+        loop = Loop(session, resolved, samples, checkpoints, lambda: bool(stop))
+        if resume:
+            loop.restore()
+        loop.observer = open_observer(
+            settled.config,
+            settled.directory,
+            rank=session.rank,
+            stream=sys.stdout,
+            start_step=loop.counters.step,
+        )
+        with loop.observer:
+            _train(loop, settled, store, stop)
+        checkpoints.close()
+
+
+def _settle(config: Config, resume: bool, device: torch.device) -> _Settled:
+    """Rank 0's choices, written into the run's config."""
+    directory = choose_directory(config.run, resume)
+    tokens = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
+    measured, reason = machine.measure(config.machine, config.precision.dtype, device)
+    run = msgspec.structs.replace(config.run, dir=str(directory))
+    config = msgspec.structs.replace(config, run=run, machine=measured)
+    write_config(directory, config)
+    shutil.copyfile(tokens.directory / TOKENIZER, directory / TOKENIZER)
+    return _Settled(config, directory, tokens.directory, reason)
+
+
+def _train(loop: Loop, settled: _Settled, store: TokenStore, stop: StopSignal) -> None:
+    observer, start_tokens, started = loop.observer, loop.counters.tokens, time.monotonic()
+    entropy = loop.samples.unigram_entropy() if loop.session.is_main else 0.0
+    observer.start(_start_facts(loop, settled, store, entropy))
+    ended = loop.run()
+    seconds = time.monotonic() - started
+    sample = ""
+    count = settled.config.run.sample_tokens
+    if count and ended == "done":
+        tokenizer = store.tokenizer()
+        prompt = tokenizer.encode([SAMPLE_PROMPT])[0]
+        sample = SAMPLE_PROMPT + tokenizer.decode(loop.sample(prompt, count))
+    observer.finish(
+        EndFacts(
+            ended=f"stopped by {stop.name}" if stop.name else ended,
+            step=loop.counters.step,
+            loss=loop.last_loss,
+            evaluation_loss=loop.last_evaluation,
+            unigram_entropy=entropy,
+            tokens=loop.counters.tokens - start_tokens,
+            seconds=seconds,
+            checkpoint=loop.last_checkpoint,
+            sample=sample,
+            next_commands=_next_commands(settled.directory, ended),
+        )
+    )
+
+
+def _start_facts(loop: Loop, settled: _Settled, store: TokenStore, entropy: float) -> StartFacts:
+    session, chosen = loop.session, settled.config.machine
+    threads = torch.get_num_threads()
+    kind = (
+        f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
+        if session.device.type == "cpu"
+        else str(session.device)
+    )
+    return StartFacts(
+        resolved=loop.resolved,
+        directory=settled.directory,
+        start_step=loop.counters.step,
+        documents=store.manifest.documents,
+        data_tokens=store.manifest.tokens,
+        unigram_entropy=entropy,
+        device=f"{kind}, {session.backend}",
+        matmul=settled.machine_reason or f"{chosen.matmul}, from the run's config",
+        peak_flops=chosen.peak_flops,
+        peak_source="fastest matmul measured at the first start",
+    )
+
+
+def _next_commands(directory: Path, ended: str) -> list[tuple[str, str]]:
+    if ended != "done":
+        return [(f"fivefold train {directory} --resume", "go on from the checkpoint")]
+    return [
+        (f'fivefold generate {directory} --prompt "import "', "text from the trained model"),
+        (f"fivefold train {directory} --resume --set run.steps=N", "train on"),
+        (
+            "fivefold train quickstart --set parallel.zero=3 --set parallel.dp_shard=2",
+            "the same, fully sharded",
+        ),
+        ("fivefold config explain", "every key there is"),
+    ]

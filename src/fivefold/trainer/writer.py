@@ -1,0 +1,53 @@
+"""Text from a finished run, in one process."""
+
+from pathlib import Path
+
+from fivefold.config.errors import BadInput
+from fivefold.config.load import load
+from fivefold.data.tokenizer import load_tokenizer
+from fivefold.nn.decoder import Decoder
+from fivefold.nn.generate import generate
+from fivefold.trainer import shelf
+from fivefold.trainer.checkpoint import load_tensors
+from fivefold.trainer.directory import CHECKPOINTS, CONFIG, TOKENIZER
+from fivefold.trainer.machine import device
+
+
+def write_text(run: Path, prompt: str, count: int, *, temperature: float, top_k: int, seed: int) -> str:
+    """Continues `prompt` with the newest checkpoint of a run directory, or with one checkpoint in it.
+
+    Raises:
+        BadInput: no run, or no checkpoint in it.
+    """
+    directory, checkpoint = _find(run)
+    config = load(str(directory))
+    tokenizer = load_tokenizer(directory / TOKENIZER, config.model.vocab)
+    tensors = load_tensors(checkpoint)
+    decoder = Decoder(config.model).to(next(iter(tensors.values())).dtype)
+    names = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    if config.model.tied:
+        names["head.weight"] = names["embedding.weight"]
+    decoder.load_state_dict(names)
+    tokens = generate(
+        decoder.to(device()),
+        tokenizer.encode([prompt])[0] or [tokenizer.end_of_text],
+        count,
+        context=config.batch.sequence_length,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        end_of_text=tokenizer.end_of_text,
+    )
+    return tokenizer.decode(tokens)
+
+
+def _find(run: Path) -> tuple[Path, Path]:
+    """The run directory and the checkpoint that a path means."""
+    if run.parent.name == CHECKPOINTS and run.is_dir():
+        return run.parent.parent, run
+    if not (run / CONFIG).is_file():
+        raise BadInput(f"{run}: not a run directory (no {CONFIG}); give the directory that train printed")
+    found = shelf.complete(run / CHECKPOINTS)
+    if not found:
+        raise BadInput(f"{run}: no complete checkpoint yet; wait for one, or train on with --resume")
+    return run, found[-1]

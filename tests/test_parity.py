@@ -1,0 +1,121 @@
+"""Every data-parallel layout computes what one process computes: gradients, norm, parameters, moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from fivefold.config.tree import Config
+from fivefold.proof.error import errors
+from ranks import Ranks
+from toy import MODEL, reference, toy_config, train_on_ranks
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, backend=None) as started:
+        yield started
+
+
+def layouts(world_size: int) -> list[dict[str, Any]]:
+    """Layout and cutting of the batch: (zero, micro-batch, accumulation) in combination, hybrid where it fits."""
+    plain = [
+        {"zero": zero, "micro_batch": micro, "global_batch": micro * accumulation * world_size}
+        for zero in (0, 3)
+        for micro, accumulation in ((1, 1), (1, 2), (2, 1), (1, 4), (4, 2))
+    ]
+    hybrid = [
+        {
+            "zero": 3,
+            "dp_replicate": 2,
+            "dp_shard": 2,
+            "micro_batch": micro,
+            "global_batch": 4 * micro * accumulation,
+        }
+        for micro, accumulation in ((1, 1), (2, 2), (1, 4))
+    ]
+    return plain + (hybrid if world_size == 4 else [])
+
+
+def all_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """The design's metric on gradients of step 1, and on parameters and both moments after the last step."""
+    worst = {f"gradient {n}": e for n, e in errors(found["gradients"], expected["gradients"]).items()}
+    for family in ("model.", ".exp_avg", ".exp_avg_sq"):
+        names = [n for n in expected["state"] if n.startswith(family) or n.endswith(family)]
+        worst |= errors({n: found["state"][n] for n in names}, {n: expected["state"][n] for n in names})
+    assert len(worst) == len(expected["gradients"]) + len(expected["state"])
+    return worst
+
+
+def check(found: dict[str, Any], expected: dict[str, Any], bound: float) -> None:
+    """Initial values to the bit; the rest by the design's metric."""
+    for name, tensor in expected["initial"].items():
+        assert torch.equal(found["initial"][name], tensor), f"initial {name}"
+    for name, error in all_errors(found, expected).items():
+        assert error <= bound, f"{name}: {error:.1e}"
+    for name in ("loss", "grad_norm"):
+        for mine, theirs in zip(found[name], expected[name], strict=True):
+            assert abs(mine - theirs) <= bound * abs(theirs), name
+
+
+def check_replicas(results: list[dict[str, Any]]) -> None:
+    """Ranks agree to the bit on everything."""
+    for other in results[1:]:
+        assert other["loss"] == results[0]["loss"]
+        assert other["grad_norm"] == results[0]["grad_norm"]
+        for name, tensor in results[0]["state"].items():
+            assert torch.equal(other["state"][name], tensor), name
+
+
+def run(ranks: Ranks, config: Config) -> dict[str, Any]:
+    results = ranks.run(train_on_ranks, config)
+    check_replicas(results)
+    return results[0]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_layouts_equal_one_process(ranks: Ranks, dtype: str) -> None:
+    bound = {"float64": 1e-12, "float32": 1e-5}[dtype]
+    expected: dict[int, dict[str, Any]] = {}
+    for layout in layouts(ranks.world_size):
+        config = toy_config(dtype=dtype, **layout)
+        size = config.batch.global_batch
+        if size not in expected:
+            expected[size] = reference(config)
+        check(run(ranks, config), expected[size], bound)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tied_head(ranks: Ranks, zero: int) -> None:
+    config = toy_config(zero=zero, global_batch=2 * ranks.world_size)
+    config = replace(config, model=replace(MODEL, tied=True))
+    check(run(ranks, config), reference(config), 1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["attention", "elementwise", "full"])
+def test_recompute(ranks: Ranks, recompute: str) -> None:
+    for zero in (0, 3):
+        config = toy_config(zero=zero, recompute=recompute, global_batch=2 * ranks.world_size, micro_batch=2)
+        check(run(ranks, config), reference(config), 1e-12)
+
+
+def test_bf16_differs_no_more_than_a_permutation_does(ranks: Ranks) -> None:
+    """bf16's rule: at most 3 × what one process shows when the rows of its micro-batches are permuted."""
+    size = 8 * ranks.world_size
+    alone = toy_config(dtype="bf16", global_batch=size, micro_batch=2)
+    with Ranks(1, backend=None) as one:
+        expected = one.run(train_on_ranks, alone)[0]
+        others = [all_errors(one.run(train_on_ranks, alone, seed)[0], expected) for seed in (1, 2, 3, 4)]
+    bound = {name: 3 * max(other[name] for other in others) for name in others[0]}
+    layouts = [{"zero": 0}, {"zero": 3}]
+    if ranks.world_size == 4:
+        layouts.append({"zero": 3, "dp_replicate": 2, "dp_shard": 2})
+    for layout in layouts:
+        for micro_batch in (1, 4):
+            config = toy_config(dtype="bf16", global_batch=size, micro_batch=micro_batch, **layout)
+            for name, error in all_errors(run(ranks, config), expected).items():
+                assert error <= bound[name], f"{layout} {name}: {error:.1e} > {bound[name]:.1e}"

@@ -1,0 +1,164 @@
+"""A tiny model and batches for parity tests, and the training of one process that layouts are held against.
+
+The reference shares the decoder's forward with what is tested and nothing else: no micro-batches, no process group,
+torch's own unfused optimizer, torch's own clipping.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fivefold.collectives.group import register
+from fivefold.collectives.record import Recorder
+from fivefold.config.tree import Batch, Config, Model, Optimizer, Parallel, Precision, Run, Schedule
+from fivefold.data.samples import Batch as Rows
+from fivefold.nn.attention import Segments
+from fivefold.nn.decoder import Decoder
+from fivefold.observe.clock import StepClock
+from fivefold.parallel.apply import ParallelModel, parallelize
+from fivefold.parallel.data import master_dtype
+from fivefold.parallel.mesh import device_mesh
+from fivefold.spec.legal import Resolved, resolve_config
+from fivefold.spec.parameters import parameters
+from fivefold.trainer.agree import Agreement
+from fivefold.trainer.batches import held_out_share
+from fivefold.trainer.optimizer import LocalOptimizer
+from fivefold.trainer.state import tensors
+from fivefold.trainer.step import Stepper
+
+CPU = torch.device("cpu")
+SEQUENCE = 12
+# 50 vocabulary rows, 40 columns and 2 KV heads of 6 do not divide by 3 or by 4.
+MODEL = Model(layers=2, hidden=24, heads=4, kv_heads=2, ffn=40, vocab=50, init_std=0.2)
+
+
+def toy_config(
+    *, global_batch: int = 12, micro_batch: int = 1, dtype: str = "float64", steps: int = 5, **parallel: Any
+) -> Config:
+    return Config(
+        model=MODEL,
+        parallel=Parallel(**parallel),
+        batch=Batch(global_batch=global_batch, micro_batch=micro_batch, sequence_length=SEQUENCE),
+        precision=Precision(dtype=dtype),  # type: ignore[arg-type]
+        optimizer=Optimizer(lr=3e-3, clip=0.5),
+        schedule=Schedule(warmup_tokens=2 * global_batch * SEQUENCE),
+        run=Run(steps=steps, seed=7),
+    )
+
+
+def global_batch(config: Config, step: int) -> Rows:
+    """The whole batch of a step: rows packed from documents, and labels masked very unevenly (some rows have none)."""
+    rows, vocab = config.batch.global_batch, config.model.vocab
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(vocab, (rows, SEQUENCE), generator=generator)
+    labels = torch.randint(vocab, (rows, SEQUENCE), generator=generator)
+    kept = torch.randint(SEQUENCE + 1, (rows,), generator=generator)
+    kept[step % rows], kept[(step + 1) % rows] = 0, SEQUENCE
+    labels[torch.arange(SEQUENCE) >= kept.unsqueeze(1)] = -100
+    boundary = torch.randint(1, SEQUENCE, (rows, 1), generator=generator)
+    documents = (torch.arange(SEQUENCE) >= boundary).int() * (torch.arange(rows) % 3 > 0).int().unsqueeze(1)
+    return Rows(tokens, labels, documents)
+
+
+def full(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
+
+
+def start_group() -> Recorder:
+    """The default group of a test's rank, recorded; the environment is that of `ranks.Ranks(backend=None)`."""
+    recorder = Recorder()
+    dist.init_process_group(register(recorder, timedelta(seconds=60)))
+    return recorder
+
+
+def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
+    model = parallelize(resolved, device_mesh(resolved.mesh, CPU), CPU)
+    optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
+    clip = resolved.config.optimizer.clip
+    return Stepper(model, optimizer, Agreement(CPU), recorder, StepClock(), clip)
+
+
+def permuted(batch: Rows, seed: int) -> Rows:
+    """The same rows in another order, so that micro-batches hold others; seed 0 = as they are."""
+    if not seed:
+        return batch
+    order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(seed))
+    return Rows(batch.tokens[order], batch.labels[order], batch.documents[order])
+
+
+def train_on_ranks(rank: int, world_size: int, config: Config, permutation: int = 0) -> dict[str, Any]:
+    """Trains in the layout of `config`; whole tensors from every rank, gathered by torch's DTensor."""
+    recorder = start_group()
+    resolved = resolve_config(config, world_size)
+    stepper = stepper_on(resolved, recorder)
+    found: dict[str, Any] = {"loss": [], "grad_norm": [], "rows": []}
+    found["initial"] = {p.spec.name: full(p.held) for p in stepper.model.parameters}
+
+    def keep_gradients(model: ParallelModel) -> None:
+        if "gradients" not in found:
+            with recorder.paused():
+                found["gradients"] = {p.spec.name: full(p.held.grad) for p in model.parameters}  # type: ignore[arg-type]
+
+    for step in range(config.run.steps):
+        recorder.clear()
+        rows = permuted(global_batch(config, step), permutation)
+        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU)
+        lr = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
+        result = stepper.step(share, lr, inspect=keep_gradients)
+        found["loss"].append(result.loss)
+        found["grad_norm"].append(result.grad_norm)
+        found["rows"].append(recorder.rows())
+    found["state"] = {
+        name: full(tensor) for name, tensor in tensors(stepper.model, stepper.optimizer).items()
+    }
+    return found
+
+
+def reference(config: Config) -> dict[str, Any]:
+    """The same training in this process: one batch, one backward, unfused AdamW."""
+    config = replace(config, parallel=Parallel(recompute=config.parallel.recompute))
+    resolved = resolve_config(config)
+    master = master_dtype(config.precision)
+    decoder = Decoder(config.model).to(master)
+    source = parallelize(resolved, None, CPU)
+    decoder.load_state_dict(source.module.state_dict())
+    roles = {spec.name: spec.role for spec in parameters(config.model)}
+    named = dict(decoder.named_parameters())
+    options = config.optimizer
+    groups = [
+        {
+            "params": [p for n, p in named.items() if (roles[n] in options.no_decay) == kept],
+            "weight_decay": decay,
+        }
+        for kept, decay in ((False, options.weight_decay), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False)
+    found: dict[str, Any] = {"loss": [], "grad_norm": []}
+    found["initial"] = {name: full(parameter) for name, parameter in named.items()}
+    for step in range(config.run.steps):
+        batch = global_batch(config, step)
+        count = batch.loss_tokens
+        loss = decoder(batch.tokens, Segments.from_documents(batch.documents), batch.labels) / max(count, 1)
+        loss.backward()
+        if step == 0:
+            found["gradients"] = {n: full(p.grad) for n, p in named.items()}  # type: ignore[arg-type]
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), options.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["loss"].append(loss.item())
+        found["grad_norm"].append(norm.item())
+    found["state"] = {f"model.{n}": full(p) for n, p in named.items()}
+    for name, parameter in named.items():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found["state"][f"optimizer.{name}.{moment}"] = full(optimizer.state[parameter][moment])
+    return found
