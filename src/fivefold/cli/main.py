@@ -8,7 +8,7 @@ from typing import NoReturn, Protocol, cast
 
 from fivefold.config.errors import BadInput, did_you_mean
 
-COMMANDS = ("train", "generate", "config", "doctor")
+COMMANDS = ("estimate", "plan", "batch", "validate", "train", "generate", "config", "doctor")
 
 
 class Command(Protocol):

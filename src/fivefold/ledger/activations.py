@@ -112,9 +112,20 @@ def live(job: Job, expert: bool) -> float:
 
 
 def loss(job: Job) -> float:
-    """Logits and what the loss makes of them, of one micro-batch (or one piece of it)."""
+    """Logits and what the loss makes of them, of one micro-batch; chunked, what is kept for backward."""
     vocab = -(-job.model.vocab // job.tp)
-    return job.tokens * vocab * job.stack.loss_bytes / job.stack.loss_chunks
+    if job.stack.chunked_loss:
+        return float(job.model.hidden * (job.tokens * job.itemsize + vocab * job.itemsize))
+    return job.tokens * vocab * job.stack.loss_bytes
+
+
+def loss_chunk(job: Job) -> float:
+    """The live chunk of logits: 4 Mi of them in the compute type and float32, and the head's gradient there."""
+    if not job.stack.chunked_loss:
+        return 0.0
+    vocab = -(-job.model.vocab // job.tp)
+    wide = max(4, job.itemsize)
+    return float((1 << 22) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
 
 
 def embedding(job: Job) -> float:

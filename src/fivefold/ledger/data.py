@@ -45,7 +45,7 @@ def states(job: Job, share: Share) -> States:
     if job.zero == 3:  # the shard is the master copy; what matmuls read is gathered
         copy, optimizer = stack.master, stack.moments
         if job.pp > 1:
-            gathered = _split(job, share, stack.compute_copy or stack.master, False)
+            gathered = _split(job, share, stack.gather, False)
     whole_gradients = job.pp > 1
     return States(
         _split(job, share, copy, job.zero == 3) + gathered,
@@ -93,7 +93,7 @@ def _part_rows(job: Job, amount: int, degree: int, units: int, expert: bool) -> 
         size = amount * job.stack.reduce / units
         axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"
         found.append(_row(job, axis, "reduce_scatter", "gradient", units * reductions, size, inner, what))
-        size = amount * (job.stack.compute_copy or job.stack.master) / units
+        size = amount * job.stack.gather / units
         count, phase = (units * gathers, "forward") if job.zero == 3 else (units, "optimizer")
         found.append(_row(job, axis, "all_gather", phase, count, size, inner, what))
     if job.dp_replicate > 1:

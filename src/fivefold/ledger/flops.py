@@ -1,25 +1,17 @@
-<<<<<<< HEAD
 """FLOPs of one optimizer step, by convention. A multiply-add counts 2; a lookup counts 0.
 
 Model FLOPs are what the mathematics needs: 3 × forward (PaLM appendix B). Hardware FLOPs add what is computed
 again: full recompute the layers' forward, attention recompute the core, fused attention's backward its scores
-(5 matmuls against 4), chunked cross-entropy the head. Attention is counted causally (s(s+1)/2 pairs) or
+(5 matmuls against 4). Attention is counted causally (s(s+1)/2 pairs) or
 fully.
 """
-=======
-"""FLOPs by convention. A multiply-add counts 2; a lookup counts 0."""
->>>>>>> main
 
 from typing import Literal, NamedTuple
 
 from fivefold.config.tree import Model
-<<<<<<< HEAD
 from fivefold.ledger.job import Job
 from fivefold.spec.schedules import SPLITS_BACKWARD
 from fivefold.spec.stages import layer_costs
-=======
-from fivefold.spec.parameters import parameters
->>>>>>> main
 
 Convention = Literal["causal", "full"]
 
@@ -38,7 +30,6 @@ class Forward(NamedTuple):
 
 def forward_per_token(model: Model, sequence_length: int, convention: Convention) -> Forward:
     """2 FLOPs per active matmul parameter, 2·a·(d_qk + d_v) per pair of query and key."""
-<<<<<<< HEAD
     latent = model.latent
     widths = latent.nope_dim + latent.rope_dim + latent.value_dim if latent.kv_rank else 2 * model.head_dim
     pairs = (sequence_length + 1) / 2 if convention == "causal" else sequence_length
@@ -62,16 +53,4 @@ def hardware_flops(job: Job, convention: Convention = "causal") -> float:
         again = forward.core * times
     if job.stack.attention != "unfused":
         again += forward.core / 2
-    if job.stack.loss_chunks > 1:
-        again += forward.head
     return model_flops(job, convention) + again * job.step_tokens
-=======
-    weights = 0.0
-    for parameter in parameters(model):
-        if parameter.layer is not None and len(parameter.shape) > 1:
-            part = model.experts.top_k / model.experts.count if parameter.role == "expert" else 1.0
-            weights += parameter.numel * part
-    pairs = (sequence_length + 1) / 2 if convention == "causal" else sequence_length
-    core = 2.0 * model.heads * 2 * model.head_dim * pairs * model.layers
-    return Forward(2.0 * weights, core, 2.0 * model.vocab * model.hidden)
->>>>>>> main

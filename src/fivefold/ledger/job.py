@@ -23,6 +23,7 @@ class Stack:
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
         master: bytes of a parameter the optimizer updates.
+        gather: bytes of a parameter on the wire, where parameters are gathered.
         gradient: bytes of an accumulated gradient.
         reduce: bytes of a gradient on the wire.
         moments: bytes of optimizer moments per parameter.
@@ -35,7 +36,8 @@ class Stack:
         fused_loss: cross-entropy is one kernel.
         loss_bytes: bytes a logit takes at the loss's fullest: 6 where softmax and gradient are made in place of
             one float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
-        loss_chunks: pieces the logits are computed in; only one lives at a time.
+        chunked_loss: logits exist a few million at a time, their gradients made in the forward (nn/loss.py): kept
+            are the gradients of the head's input and weight.
         keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op mode: 2).
         keep_gathered: sequence parallel keeps the gathered inputs of its matmuls instead of gathering them again.
         dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the same kernel
@@ -50,6 +52,7 @@ class Stack:
     dropout: bool = False
     compute_copy: int = 2
     master: int = 4
+    gather: int = 2
     gradient: int = 4
     reduce: int = 4
     moments: int = 8
@@ -61,7 +64,7 @@ class Stack:
     fused_softmax: int = 1
     fused_loss: bool = False
     loss_bytes: float = 14.0
-    loss_chunks: int = 1
+    chunked_loss: bool = False
     keep_every: int = 1
     keep_gathered: bool = False
     dispatch_once: bool = False

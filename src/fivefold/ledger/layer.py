@@ -125,5 +125,5 @@ def edge_work(job: Job, first: bool, last: bool) -> Work:
         passes = 10.0 if job.stack.fused_loss else 38.0
         forward += plain + _stream(job, logits * passes)
         backward += plain + _stream(job, logits * 8.0)
-        weights += plain + (plain if job.stack.loss_chunks > 1 else 0.0)
+        weights += plain
     return Work(forward, backward, weights, tuple(tensor.edge_rows(job, first, last)))

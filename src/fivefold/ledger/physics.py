@@ -38,22 +38,22 @@ class Physics:
         10 %).
     """
 
-    sustained_matmul: float = 0.84
+    sustained_matmul: float = 0.83
     matmul_ramp: float = 6e-6
     tile: tuple[int, int] = (128, 256)
     memory_rate: float = 0.85
     small_read: float = 3e6
-    sustained_attention: float = 0.7
-    attention_half: float = 400.0
+    sustained_attention: float = 0.6
+    attention_half: float = 450.0
     attention_backward: float = 0.8
     misaligned: float = 0.2
     sharing: float = 0.07
     tensor_overlap: float = 0.75
     gradient_window: float = 0.9
-    collective_ramp: float = 8e6
-    launch: float = 6.5e-6
-    expert_kernels: float = 300.0
-    local_expert_kernels: float = 18.0
+    collective_ramp: float = 1e7
+    launch: float = 7.5e-6
+    expert_kernels: float = 350.0
+    local_expert_kernels: float = 20.0
     step: float = 0.02
     context_bytes: float = 1.8e9
-    fragmentation: float = 0.05
+    fragmentation: float = 0.06

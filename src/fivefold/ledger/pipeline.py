@@ -77,7 +77,7 @@ def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:
         saved += activations.embedding(job)
     if content.last:
         saved += activations.head_input(job)
-    if job.stack.loss_chunks == 1 and (content.last or job.head_split > 1):
+    if content.last or job.head_split > 1:
         saved += activations.loss(job) / (job.stages if job.head_split > 1 else 1)
     return Stage(content, stage_share(job, content), StageTimes(forward, inputs, weights), saved, tuple(rows))
 

@@ -118,8 +118,8 @@ def memory(job: Job, cost: Costs, line: Timeline, rank: int, share: Share) -> Me
         activations.live(job, True) if cost.expert else 0.0,
     )
     last = rank == (0 if job.schedule in ("zbv", "dualpipev") else job.pp - 1)
-    if last and job.stack.loss_chunks > 1:
-        held += activations.loss(job)
+    if last:
+        held += activations.loss_chunk(job)
     buffers = _buffers(job, rank)
     allocated = sum(states) + held + live + buffers
     physics = job.physics
@@ -139,9 +139,10 @@ def _buffers(job: Job, rank: int) -> float:
         found += 2 * 2 * job.tokens * keys * job.itemsize
     unit = max(part.dense_layer.total, part.expert_layer.total)
     edge = max(part.embedding.total, part.head.total)
-    read = job.stack.compute_copy or job.stack.master
     if job.zero == 3 and job.pp == 1:
-        found += (2 * unit + edge) * read + max(unit, edge) * job.stack.reduce
+        found += (2 * unit + edge) * job.stack.gather + max(unit, edge) * job.stack.reduce
+    elif job.stack.compute_copy == 0 and job.itemsize < job.stack.master:
+        found += (2 * unit + edge) * job.itemsize  # parameters cast unit by unit
     elif job.zero == 2 and job.pp == 1:
         found += max(unit, edge) * job.stack.gradient
     return found

@@ -1,0 +1,118 @@
+"""A ledger as the JSON document that `fivefold estimate` and `fivefold plan` print (design page, contracts)."""
+
+from typing import Any
+
+from fivefold.ledger import flops
+from fivefold.ledger.job import Job
+from fivefold.ledger.total import Ledger
+
+LAYOUT = (
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "zero",
+    "sequence_parallel",
+    "schedule",
+    "chunks",
+    "recompute",
+)
+
+
+def layout_of(job: Job) -> dict[str, Any]:
+    """The keys of `[parallel]` that make this job."""
+    return {key: getattr(job, key) for key in LAYOUT}
+
+
+def reason(ledger: Ledger) -> str:
+    """Whether it fits, in one line with numbers."""
+    full, capacity = ledger.fullest, ledger.job.hardware.device.memory
+    need = full.memory.peak / 2**30
+    have = capacity / 2**30
+    where = f"pipeline rank {full.rank} ({full.layers} layers) needs {need:.2f} GiB of {have:.2f} GiB"
+    if ledger.fits:
+        return f"fits: {where}"
+    return f"does not fit: {where}; {need - have:.2f} GiB are missing"
+
+
+def document(ledger: Ledger) -> dict[str, Any]:
+    """The estimate, as the contract has it; units: bytes, seconds, FLOPs."""
+    job, time = ledger.job, ledger.time
+    full = ledger.fullest
+    memory = full.memory
+    communication = sum(row.seconds for row in ledger.traffic)
+    hardware = flops.hardware_flops(job)
+    return {
+        "fits": ledger.fits,
+        "reason": reason(ledger),
+        "world_size": job.world_size,
+        "parameters": {
+            "total": ledger.parameters,
+            "active": ledger.active_parameters,
+            "per_rank_max": max(item.share.total for item in ledger.ranks),
+        },
+        "memory": {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": memory.activations,
+            "buffers": memory.buffers,
+            "overhead": memory.overhead,
+            "peak": memory.peak,
+            "capacity": job.hardware.device.memory,
+            "rank": full.rank * (job.world_size // job.pp),
+        },
+        "rank_classes": [
+            {
+                "pp_rank": item.rank,
+                "layers": item.layers,
+                "parameters": item.share.total,
+                "memory": {**item.memory._asdict(), "peak": item.memory.peak},
+            }
+            for item in ledger.ranks
+        ],
+        "traffic": [
+            {
+                "axis": row.axis,
+                "primitive": row.primitive,
+                "phase": row.phase,
+                "count": row.times,
+                "bytes_per_rank": row.bytes_per_rank,
+                "wire_bytes": row.wire_bytes,
+                "seconds": row.seconds,
+                "exposed_seconds": row.exposed_seconds,
+                "link": row.link,
+            }
+            for row in ledger.traffic
+        ],
+        "flops": {"model_per_step": flops.model_flops(job), "hardware_per_step": hardware},
+        "flops_convention": "causal attention; model = 3 × forward; hardware adds what is recomputed",
+        "bubble_fraction": ledger.timeline.bubble / ledger.timeline.makespan,
+        "communication_compute_ratio": communication / max(time.compute, 1e-12),
+        "time": {
+            "step": time.step,
+            "compute": time.compute,
+            "exposed_communication": time.exposed_communication,
+            "bubble": time.bubble,
+            "optimizer": time.optimizer,
+            "other": time.other,
+        },
+        "tokens_per_second_per_gpu": ledger.tokens_per_second_per_gpu,
+        "tflops_per_gpu": flops.model_flops(job) / time.step / job.world_size / 1e12,
+        "mfu": ledger.utilization("causal"),
+        "mfu_full_attention": ledger.utilization("full"),
+        "hfu": ledger.utilization("causal", hardware=True),
+    }
+
+
+def run_cost(ledger: Ledger, tokens: float) -> dict[str, float]:
+    """Days, device-hours and price of training on `tokens`."""
+    seconds = tokens / ledger.job.step_tokens * ledger.time.step
+    hours = seconds / 3600 * ledger.job.world_size
+    return {
+        "days": seconds / 86400,
+        "device_hours": hours,
+        "price": hours * ledger.job.hardware.price,
+    }

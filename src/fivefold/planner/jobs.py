@@ -1,0 +1,92 @@
+"""A config on a cluster as a job for the ledger: what Fivefold's own trainer does with it."""
+
+import msgspec
+
+from fivefold.config.errors import ConfigError
+from fivefold.config.tree import Config
+from fivefold.ledger import hardware
+from fivefold.ledger.hardware import Hardware
+from fivefold.ledger.job import Job, Stack
+from fivefold.spec import schedules
+from fivefold.spec.legal import resolve_config
+from fivefold.spec.mesh import Mesh, resolve
+
+ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
+
+
+def stack_of(config: Config) -> Stack:
+    """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the compute
+    type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
+    item = ITEMSIZES[config.precision.dtype]
+    exact = max(4, item)
+    moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    return Stack(
+        attention="flash",
+        compute_copy=0,
+        master=exact,
+        gather=item,
+        gradient=exact,
+        reduce=exact,
+        moments=moments * exact,
+        chunked_loss=True,
+        fused_loss=True,
+        overlap_gradients=True,
+        overlap_parameters=True,
+    )
+
+
+def hardware_of(config: Config) -> Hardware:
+    """The config's cluster; without one, as many CPU ranks as the layout names."""
+    found = hardware.load_hardware(config.cluster)
+    if found is not None:
+        return found
+    ranks = resolve(config.parallel, config.run.ranks).world_size
+    cpu = hardware.kind("cpu")
+    return msgspec.structs.replace(cpu, node=msgspec.structs.replace(cpu.node, devices=ranks))
+
+
+def job_of(config: Config) -> Job:
+    """The job of a config. Raises ConfigError: an illegal layout, batch or number of micro-batches."""
+    on = hardware_of(config)
+    resolved = resolve_config(config, on.devices)
+    parallel, batch = config.parallel, resolved.batch
+    check_schedule(config, resolved.mesh, batch.accumulation)
+    return Job(
+        model=config.model,
+        hardware=on,
+        micro_batch=batch.micro_batch,
+        microbatches=batch.accumulation,
+        sequence_length=batch.sequence_length,
+        ep=parallel.ep,
+        zero=parallel.zero,
+        sequence_parallel=parallel.sequence_parallel,
+        context=parallel.context,
+        schedule=parallel.schedule,
+        chunks=schedules.chunks_of(parallel.schedule, parallel.chunks),
+        recompute=parallel.recompute,
+        precision=config.precision.dtype,
+        itemsize=ITEMSIZES[config.precision.dtype],
+        stack=stack_of(config),
+        imbalance=1.2 if parallel.ep > 1 else 1.0,
+        pp=resolved.mesh.pp,
+        dp_replicate=resolved.mesh.dp_replicate,
+        dp_shard=resolved.mesh.dp_shard,
+        cp=resolved.mesh.cp,
+        tp=resolved.mesh.tp,
+    )
+
+
+def check_schedule(config: Config, mesh: Mesh, microbatches: int) -> None:
+    """Refuses numbers of micro-batches and stages that the schedule does not have."""
+    name = config.parallel.schedule
+    if mesh.pp > 1 and not schedules.is_legal(name, mesh.pp, microbatches):
+        legal = " or ".join(str(m) for m in schedules.nearest_legal(name, mesh.pp, microbatches))
+        raise ConfigError(
+            f"batch: {microbatches} micro-batches: schedule {name} on pp = {mesh.pp} needs {legal}; "
+            "change batch.global_batch or batch.micro_batch"
+        )
+    stages = mesh.pp * schedules.chunks_of(name, config.parallel.chunks)
+    if stages > config.model.layers:
+        raise ConfigError(
+            f"parallel.pp × chunks = {stages} stages: more than the model's {config.model.layers} layers"
+        )

@@ -1,0 +1,71 @@
+"""A ledger for people: memory, traffic and time as tables. Reads the document, computes nothing."""
+
+from typing import Any
+
+from fivefold.render.tables import bar, table
+from fivefold.render.units import bytes_text, count_text, flops_text, percent_text, seconds_text
+
+
+def ledger_text(found: dict[str, Any]) -> str:
+    """The document of an estimate as text."""
+    return "\n\n".join([_head(found), _memory(found), _time(found), _traffic(found)])
+
+
+def _head(found: dict[str, Any]) -> str:
+    parameters = found["parameters"]
+    return (
+        f"{found['reason']}\n"
+        f"{found['world_size']} ranks; {count_text(parameters['total'])} parameters "
+        f"({count_text(parameters['active'])} active), at most {count_text(parameters['per_rank_max'])} a rank"
+    )
+
+
+def _memory(found: dict[str, Any]) -> str:
+    names = ("parameters", "gradients", "optimizer", "activations", "buffers", "overhead", "peak")
+    capacity = found["memory"]["capacity"]
+    rows = []
+    for item in _distinct(found["rank_classes"]):
+        cells = [bytes_text(item["memory"][name]) for name in names]
+        rows.append([item["label"], str(item["layers"]), *cells, bar(item["memory"]["peak"], capacity, 20)])
+    return "memory per rank\n" + table(("pp rank", "layers", *names, f"of {bytes_text(capacity)}"), rows)
+
+
+def _distinct(classes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """First, fullest and last; the ranks between hold no surprise."""
+    fullest = max(classes, key=lambda item: float(item["memory"]["peak"]))
+    shown = {item["pp_rank"]: item for item in (classes[0], fullest, classes[-1])}
+    notes = {classes[0]["pp_rank"]: " first", classes[-1]["pp_rank"]: " last"}
+    notes[fullest["pp_rank"]] = notes.get(fullest["pp_rank"], "") + " fullest"
+    return [{**shown[rank], "label": f"{rank}{notes[rank]}"} for rank in sorted(shown)]
+
+
+def _time(found: dict[str, Any]) -> str:
+    time = found["time"]
+    rows = [[name, seconds_text(value), percent_text(value / time["step"])] for name, value in time.items()]
+    rate = found["tokens_per_second_per_gpu"]
+    return (
+        "time of one step\n" + table(("part", "time", "of the step"), rows) + "\n"
+        f"{count_text(rate)} tokens/s a rank; {flops_text(found['tflops_per_gpu'] * 1e12)} a rank; "
+        f"MFU {percent_text(found['mfu'])} (causal attention; {percent_text(found['mfu_full_attention'])} "
+        f"counting all pairs), HFU {percent_text(found['hfu'])}; bubble {percent_text(found['bubble_fraction'])}"
+    )
+
+
+def _traffic(found: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{row['axis']} {row['primitive']}",
+            row["phase"],
+            row["link"],
+            str(row["count"]),
+            bytes_text(row["bytes_per_rank"]),
+            bytes_text(row["wire_bytes"]),
+            seconds_text(row["seconds"]),
+            seconds_text(row["exposed_seconds"]),
+        ]
+        for row in found["traffic"]
+    ]
+    if not rows:
+        return "traffic: none"
+    head = ("traffic", "phase", "link", "times", "bytes a rank", "on the wire", "time", "exposed")
+    return table(head, rows, left=3)
