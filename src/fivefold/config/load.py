@@ -48,6 +48,17 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
     return _convert(table, places)
 
 
+def written_keys(source: str, overrides: Sequence[str] = ()) -> frozenset[str]:
+    """Keys ("section.key") that the file of `source` or the overrides write, as against those left to default."""
+    text, where = _read(source)
+    table = tomllib.loads(text)
+    for override in overrides:
+        _apply_override(table, override, _Places(where, text))
+    return frozenset(
+        f"{section}.{key}" for section, keys in table.items() if isinstance(keys, dict) for key in keys
+    )
+
+
 def parse(text: str, where: str = "config") -> Config:
     """The config written in `text`, complete in itself (no presets, no derived names)."""
     return _convert(tomllib.loads(text), _Places(where, text))

@@ -31,6 +31,7 @@ class Costs(NamedTuple):
     last: Work
     saved_dense: float
     saved_expert: float
+    live: float  # activations that recomputation brings back while one layer's backward runs
 
 
 def costs(job: Job) -> Costs:
@@ -45,6 +46,7 @@ def costs(job: Job) -> Costs:
         edge_work(job, False, True),
         activations.saved(job, False) if has_dense else 0.0,
         activations.saved(job, True) if has_expert else 0.0,
+        max(activations.live(job, False) if has_dense else 0.0, activations.live(job, True) if has_expert else 0.0),
     )
 
 

@@ -86,6 +86,35 @@ def simulate(
     )
 
 
+@lru_cache(maxsize=65536)
+def held_at_once(
+    name: schedules.Name, ranks: int, microbatches: int, chunks: int, rank: int
+) -> tuple[tuple[int, ...], ...]:
+    """What `rank` holds at its fullest: micro-batches of each of its stages, every combination that no other
+    exceeds in all. Times do not matter, only the order of its list; rounds after the fourth repeat."""
+    if microbatches % ranks == 0 and name != "gpipe":
+        microbatches = min(microbatches, 4 * ranks)
+    own = schedules.stages_of_rank(name, rank, ranks, chunks)
+    place = {stage: index for index, stage in enumerate(own)}
+    held = [0] * len(own)
+    found: set[tuple[int, ...]] = set()
+    grown = False
+    for kind, stage, _, _ in schedules.rank_actions(name, rank, ranks, microbatches, chunks):
+        if kind == 0:
+            held[place[stage]] += 1
+            grown = True
+        elif kind != 1:
+            if grown:
+                found.add(tuple(held))
+                grown = False
+            held[place[stage]] -= 1
+    return tuple(
+        one
+        for one in found
+        if not any(two != one and all(a >= b for a, b in zip(two, one, strict=True)) for two in found)
+    )
+
+
 class _Step(NamedTuple):
     """An action with the results it needs and makes, as indices into one table of end times."""
 

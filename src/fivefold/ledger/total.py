@@ -90,8 +90,9 @@ def estimate(job: Job) -> Ledger:
     built = pipeline.stages(job, cost)
     line = pipeline.timeline(job, built)
     shares = [pipeline.rank_share(job, built, rank) for rank in range(job.pp)]
+    spare = transient(job)
     classes = tuple(
-        RankClass(rank, _layers(job, built, rank), shares[rank], memory(job, cost, line, rank, share))
+        RankClass(rank, _layers(job, built, rank), shares[rank], memory(job, cost, line.peak_in_flight[rank], rank, share, spare))
         for rank, share in enumerate(shares)
     )
     time, traffic = _time(job, built, line, shares)
@@ -109,27 +110,20 @@ def _layers(job: Job, built: list[Stage], rank: int) -> int:
     return sum(content.dense_layers + content.expert_layers for content in own)
 
 
-def memory(job: Job, cost: Costs, line: Timeline, rank: int, share: Share) -> Memory:
-    """One rank's memory: states, activations in flight, what recomputation brings back, buffers."""
+def memory(job: Job, cost: Costs, held: float, rank: int, share: Share, buffers: float) -> Memory:
+    """One rank's memory: states, `held` bytes of activations in flight, what recomputation brings back."""
     states = data.states(job, share)
-    held = line.peak_in_flight[rank]
-    live = max(
-        activations.live(job, False) if cost.dense else 0.0,
-        activations.live(job, True) if cost.expert else 0.0,
-    )
     last = rank == (0 if job.schedule in ("zbv", "dualpipev") else job.pp - 1)
-    if last:
-        held += activations.loss_chunk(job)
-    buffers = _buffers(job, rank)
-    allocated = sum(states) + held + live + buffers
+    active = held + cost.live + (activations.loss_chunk(job) if last else 0.0)
+    allocated = sum(states) + active + buffers
     physics = job.physics
-    overhead = physics.context_bytes + physics.fragmentation * (held + live + buffers)
+    overhead = physics.context_bytes + physics.fragmentation * (active + buffers)
     if job.hardware.device.name.startswith("CPU"):
         overhead = physics.fragmentation * allocated
-    return Memory(*states, held + live, buffers, overhead)
+    return Memory(*states, active, buffers, overhead)
 
 
-def _buffers(job: Job, rank: int) -> float:
+def transient(job: Job) -> float:
     """Messages of the pipeline, ring attention's spare keys and values, parameters gathered by zero 3 (two
     units) and the gradients about to be scattered."""
     part = parts(job.model, job.tp, job.ep, job.expert_width_split)
@@ -148,41 +142,64 @@ def _buffers(job: Job, rank: int) -> float:
     return found
 
 
-def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
+class Tail(NamedTuple):
+    """What follows a rank's pipeline: gradient and parameter traffic that nothing hides, the update."""
+
+    late: float
+    update: float
+    rows: tuple[Row, ...]
+
+
+def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
+    """The end of one rank's step."""
+    own = [built[index] for index in pipeline.own_stages(job, rank)]
+    forward = sum(stage.times.forward for stage in own)
+    backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
+    units = sum(
+        s.content.dense_layers + s.content.expert_layers + (s.content.first or s.content.last) for s in own
+    )
+    found = data.exposed(job, data.rows(job, share, max(1, units)), forward, backward)
+    found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
+    return Tail(
+        sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found)
+    )
+
+
+def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[float, Tail]:
+    """(when the last rank is through, its tail). Ranks are tried latest first; one that could not come last
+    even with the longest tail is not."""
+    biggest = max(range(job.pp), key=lambda rank: shares[rank].total)
+    longest = tail(job, built, biggest, shares[biggest])
+    worst, found = line.finished[biggest] + longest.late + longest.update, longest
+    for rank in sorted(range(job.pp), key=lambda rank: -line.finished[rank]):
+        if line.finished[rank] + 1.5 * (longest.late + longest.update) < worst:
+            break
+        own = tail(job, built, rank, shares[rank])
+        if line.finished[rank] + own.late + own.update > worst:
+            worst, found = line.finished[rank] + own.late + own.update, own
+    return worst, found
+
+
+def _time(
+    job: Job, built: list[Stage], line: Timeline, shares: list[Share]
+) -> tuple[Time, tuple[Row, ...]]:
     """Pipeline, then traffic that nothing hides, then the optimizer: the slowest rank counts."""
-    worst = 0.0
-    found: tuple[float, float, list[Row]] = (0.0, 0.0, [])
-    for rank, share in enumerate(shares):
-        own = [built[index] for index in pipeline.own_stages(job, rank)]
-        forward = sum(stage.times.forward for stage in own)
-        backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
-        units = sum(
-            s.content.dense_layers + s.content.expert_layers + s.content.first + s.content.last for s in own
-        )
-        reduced = data.exposed(job, data.rows(job, share, units), forward, backward)
-        reduced += [r for r in pipeline.rows(job, built, rank) if r.axis == "embedding"]
-        late = sum(item.exposed_seconds for item in reduced)
-        update = optimizer_seconds(job, share)
-        end = line.finished[rank] + late + update
-        if end >= worst:
-            worst, found = end, (late, update, reduced)
-    late, update, reduced = found
+    end, last = slowest(job, built, line, shares)
     busiest = max(range(job.pp), key=lambda rank: line.busy[rank])
     inner = _layer_rows(job, built, busiest) + [
         item for item in pipeline.rows(job, built, busiest) if item.axis == "pp"
     ]
     exposed = sum(item.exposed_seconds for item in inner)
     rest = job.physics.step
-    end = max(worst, line.makespan)
     time = Time(
         step=end + rest,
         compute=line.busy[busiest] - exposed,
-        exposed_communication=exposed + late,
-        bubble=end - line.busy[busiest] - late - update,
-        optimizer=update,
+        exposed_communication=exposed + last.late,
+        bubble=max(0.0, end - line.busy[busiest] - last.late - last.update),
+        optimizer=last.update,
         other=rest,
     )
-    return time, tuple(inner + reduced)
+    return time, (*inner, *last.rows)
 
 
 def _layer_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

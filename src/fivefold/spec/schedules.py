@@ -52,9 +52,9 @@ def rank_of_stage(name: Name, stage: int, ranks: int) -> int:
 
 def stages_of_rank(name: Name, rank: int, ranks: int, chunks: int) -> tuple[int, ...]:
     """The stages one rank holds, in the order of the model."""
-    return tuple(
-        stage for stage in range(ranks * chunks_of(name, chunks)) if rank_of_stage(name, stage, ranks) == rank
-    )
+    if name in V_SHAPED:
+        return (rank, 2 * ranks - 1 - rank)
+    return tuple(range(rank, ranks * chunks_of(name, chunks), ranks))
 
 
 def is_legal(name: Name, ranks: int, microbatches: int) -> bool:
@@ -89,10 +89,11 @@ def actions(name: Name, ranks: int, microbatches: int, chunks: int = 1) -> list[
             f"schedule {name} on {ranks} pipeline ranks cannot run {microbatches} micro-batches; "
             f"nearest legal: {legal}"
         )
-    return [_rank_actions(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    return [rank_actions(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
 
 
-def _rank_actions(name: Name, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def rank_actions(name: Name, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+    """The ordered work of one rank (of a legal number of micro-batches)."""
     if name == "gpipe":
         return [Action(Kind.FORWARD, rank, m) for m in range(microbatches)] + [
             Action(Kind.BACKWARD, rank, m) for m in range(microbatches)

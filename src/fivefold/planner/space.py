@@ -1,0 +1,207 @@
+"""The space of layouts: which axes are free, and every legal combination of those that shape a micro-batch."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fivefold.config.errors import ConfigError
+from fivefold.config.tree import Model, Parallel
+from fivefold.ledger.hardware import Hardware
+from fivefold.ledger.job import Stack
+from fivefold.spec import schedules
+from fivefold.spec.legal import check_layout
+from fivefold.spec.mesh import Mesh
+
+RECOMPUTE = ("none", "attention", "elementwise", "full")
+SCHEDULES: tuple[schedules.Name, ...] = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb_h1",
+    "interleaved_zb",
+    "zbv",
+    "dualpipev",
+)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be planned: a model on a cluster with a batch; `fixed` holds axes that may not move.
+
+    Keys of `fixed`: those of `[parallel]`, and "micro_batch".
+    """
+
+    model: Model
+    hardware: Hardware
+    global_batch: int
+    sequence_length: int
+    precision: str
+    itemsize: int
+    stack: Stack
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    context: str = "ring"
+
+    def allows(self, key: str, value: Any) -> bool:
+        return key not in self.fixed or self.fixed[key] == value
+
+
+class Shape(NamedTuple):
+    """What a layer's micro-batch on one rank depends on."""
+
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    ep: int
+    micro_batch: int
+    recompute: str
+
+
+class Group(NamedTuple):
+    """Degrees and a micro-batch; `recompute` in the shape is the cheapest mode allowed."""
+
+    shape: Shape
+    pp: int
+    data_parallel: int
+    microbatches: int
+
+
+class Series(NamedTuple):
+    """A group under one schedule and recompute mode."""
+
+    group: Group
+    shape: Shape
+    schedule: schedules.Name
+
+
+class Point(NamedTuple):
+    """A layout up to the choice of zero and of how data-parallel ranks divide into shards and replicas."""
+
+    series: Series
+    chunks: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.series.shape
+
+    @property
+    def schedule(self) -> schedules.Name:
+        return self.series.schedule
+
+    @property
+    def pp(self) -> int:
+        return self.series.group.pp
+
+    @property
+    def data_parallel(self) -> int:
+        return self.series.group.data_parallel
+
+    @property
+    def microbatches(self) -> int:
+        return self.series.group.microbatches
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def legal_tp(wish: Wish) -> list[int]:
+    """Tensor-parallel degrees the model divides by, inside a node unless one outside is fixed."""
+    limit = wish.hardware.devices if "tp" in wish.fixed else wish.hardware.node.devices
+    return [
+        tp
+        for tp in divisors(wish.hardware.devices)
+        if tp <= limit and wish.allows("tp", tp) and _is_legal(wish.model, Mesh(tp=tp), Parallel(tp=tp))
+    ]
+
+
+def legal_ep(wish: Wish, ranks: int) -> list[int]:
+    """Expert-parallel degrees over `ranks` = data_parallel · cp."""
+    count = wish.model.experts.count
+    if not count:
+        return [1] if wish.allows("ep", 1) else []
+    return [ep for ep in divisors(count) if ranks % ep == 0 and wish.allows("ep", ep)]
+
+
+def _is_legal(model: Model, mesh: Mesh, parallel: Parallel) -> bool:
+    try:
+        check_layout(model, parallel, mesh)
+    except ConfigError:
+        return False
+    return True
+
+
+def series_of(wish: Wish, group: Group) -> Iterator[Series]:
+    """Every schedule that exists for the group's micro-batches, with every recompute mode. Without a pipeline
+    all schedules are one."""
+    if group.pp == 1:
+        names = [wish.fixed.get("schedule", "1f1b")]
+    else:
+        names = [
+            name
+            for name in SCHEDULES
+            if wish.allows("schedule", name)
+            and schedules.is_legal(name, group.pp, group.microbatches)
+            and group.pp * schedules.chunks_of(name, 2) <= wish.model.layers
+        ]
+    for name in names:
+        for mode in RECOMPUTE:
+            if wish.allows("recompute", mode):
+                yield Series(group, group.shape._replace(recompute=mode), name)
+
+
+def points(wish: Wish, series: Series) -> Iterator[Point]:
+    """Every number of chunks the schedule can have."""
+    pp, fixed = series.group.pp, wish.fixed.get("chunks", 0)
+    if pp == 1 or series.schedule not in ("interleaved", "interleaved_zb"):
+        own = 1 if pp == 1 else schedules.chunks_of(series.schedule, 1)
+        if fixed in (0, 1, own):
+            yield Point(series, own)
+        return
+    for chunks in range(2, wish.model.layers // pp + 1):
+        if fixed in (0, chunks):
+            yield Point(series, chunks)
+
+
+def groups(wish: Wish) -> Iterator[Group]:
+    """Every legal choice of degrees whose product is the cluster, and of micro-batches that divide the batch."""
+    world = wish.hardware.devices
+    modes = [mode for mode in RECOMPUTE if wish.allows("recompute", mode)]
+    for tp in legal_tp(wish):
+        sequence = [s for s in ((False, True) if tp > 1 else (False,)) if wish.allows("sequence_parallel", s)]
+        for pp in _allowed(wish, "pp", divisors(world // tp)):
+            if pp > wish.model.layers:
+                continue
+            for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
+                replicas = world // tp // pp // cp
+                if cp > wish.sequence_length or wish.global_batch % replicas:
+                    continue
+                share = wish.global_batch // replicas
+                for micro in _allowed(wish, "micro_batch", divisors(share)):
+                    for ep in legal_ep(wish, replicas * cp):
+                        for sp in sequence:
+                            shape = Shape(tp, sp, cp, ep, micro, modes[0])
+                            yield Group(shape, pp, replicas, share // micro)
+
+
+def _allowed(wish: Wish, key: str, values: Iterable[int]) -> list[int]:
+    return [value for value in values if wish.allows(key, value)]
+
+
+def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
+    """(zero, dp_replicate, dp_shard) for a point."""
+    dp, cp, ep = point.data_parallel, point.shape.cp, point.shape.ep
+    found = []
+    if wish.allows("zero", 0) and (ep == 1 or cp % ep == 0) and wish.fixed.get("dp_shard", 1) in (1, -1, dp):
+        found.append((0, dp, 1))
+    for zero in (1, 2, 3):
+        if not wish.allows("zero", zero):
+            continue
+        if zero == 3 and point.pp > 1 and point.schedule in schedules.SPLITS_BACKWARD:
+            continue  # torch runs a split backward only on gathered parameters: zero 3 would be zero 2
+        for shard in divisors(dp):
+            legal = shard * cp > 1 and shard * cp % ep == 0
+            if legal and wish.allows("dp_shard", shard) and wish.allows("dp_replicate", dp // shard):
+                found.append((zero, dp // shard, shard))
+    return found
