@@ -36,5 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(ledger_text(found))
         if arguments.tokens:
             cost = found["run"]
-            print(f"\n{cost['days']:.2f} days, {cost['device_hours']:,.0f} device-hours, price {cost['price']:,.0f}")
+            print(
+                f"\n{cost['days']:.2f} days, {cost['device_hours']:,.0f} device-hours, price {cost['price']:,.0f}"
+            )
     return int(not ledger.fits)

@@ -29,9 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for name, total in totals.items():
             _show(name, total)
-    return int(
-        any(total.get("median_of_source_medians", 0.0) > BARS[name] for name, total in totals.items())
-    )
+    return int(any(total.get("median_of_source_medians", 0.0) > BARS[name] for name, total in totals.items()))
 
 
 def _show(name: str, total: dict) -> None:  # type: ignore[type-arg]

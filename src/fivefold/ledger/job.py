@@ -29,18 +29,22 @@ class Stack:
         moments: bytes of optimizer moments per parameter.
         overlap_gradients, overlap_parameters: traffic of the data-parallel axes runs under compute.
         overlap_tensor: tensor-parallel traffic runs under matmuls (user buffers, async TP).
-        overlap_tensor_backward: only the backward's tensor-parallel traffic does (Megatron: under dgrad, wgrad).
-        overlap_pipeline: messages between stages run under compute.
-        fused_softmax: stored scores need batch · heads divisible by this for the one-kernel softmax (Megatron's
+        overlap_tensor_backward: only the backward's tensor-parallel traffic does (Megatron: under dgrad,
+        wgrad). overlap_pipeline: messages between stages run under compute.
+        fused_softmax: stored scores need batch · heads divisible by this for the one-kernel softmax
+        (Megatron's
             fused kernel: 4); otherwise scale, mask, upcast, softmax and downcast pass one by one.
         fused_loss: cross-entropy is one kernel.
-        loss_bytes: bytes a logit takes at the loss's fullest: 6 where softmax and gradient are made in place of
+        loss_bytes: bytes a logit takes at the loss's fullest: 6 where softmax and gradient are made in
+        place of
             one float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
-        chunked_loss: logits exist a few million at a time, their gradients made in the forward (nn/loss.py): kept
+        chunked_loss: logits exist a few million at a time, their gradients made in the forward
+        (nn/loss.py): kept
             are the gradients of the head's input and weight.
-        keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op mode: 2).
-        keep_gathered: sequence parallel keeps the gathered inputs of its matmuls instead of gathering them again.
-        dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the same kernel
+        keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op
+        mode: 2). keep_gathered: sequence parallel keeps the gathered inputs of its matmuls instead of
+        gathering them again. dispatch_once: a token goes once to each rank that holds some of its experts,
+        permuted in the same kernel
             (DeepEP, HybridEP); otherwise once per expert.
         graphs: kernels are launched as recorded graphs, not one by one by the host.
         scatter_messages: pipeline messages are split over tp even without sequence parallel.

@@ -46,13 +46,22 @@ def costs(job: Job) -> Costs:
         edge_work(job, False, True),
         activations.saved(job, False) if has_dense else 0.0,
         activations.saved(job, True) if has_expert else 0.0,
-        max(activations.live(job, False) if has_dense else 0.0, activations.live(job, True) if has_expert else 0.0),
+        max(
+            activations.live(job, False) if has_dense else 0.0,
+            activations.live(job, True) if has_expert else 0.0,
+        ),
     )
 
 
 def stages(job: Job, cost: Costs) -> list[Stage]:
     """Every stage of the model under `job`."""
-    return [_stage(job, cost, content) for content in contents(job.model, job.stages, job.even_layers)]
+    known: dict[StageContent, Stage] = {}
+    found = []
+    for content in contents(job.model, job.stages, job.even_layers):
+        if content not in known:
+            known[content] = _stage(job, cost, content)
+        found.append(known[content])
+    return found
 
 
 def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:

@@ -38,7 +38,8 @@ def core_seconds(core: Core, job: Job) -> tuple[float, float]:
         return _unfused(core, job)
     physics = job.physics
     rate = job.hardware.device.attention[job.stack.attention] * physics.sustained_attention
-    rate *= core.keys / (core.keys + physics.attention_half)
+    block = core.keys / (job.cp if job.context == "ring" else 1)  # a ring works block by block
+    rate *= block / (block + physics.attention_half)
     if core.qk_dim % 8:
         rate *= physics.misaligned
     forward = core.causal_flops / rate + physics.matmul_ramp

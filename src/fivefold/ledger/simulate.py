@@ -108,6 +108,8 @@ def held_at_once(
                 found.add(tuple(held))
                 grown = False
             held[place[stage]] -= 1
+    if len(found) > 64:  # comparing all pairs would cost more than it saves
+        return tuple(found)
     return tuple(
         one
         for one in found
@@ -153,7 +155,7 @@ def _order(name: schedules.Name, ranks: int, microbatches: int, chunks: int) -> 
                 known[step.makes] = True
                 if partner:
                     known[partner.makes] = True
-                found.append(step._replace(partner=partner))
+                found.append(step if partner is None else step._replace(partner=partner))
                 done[rank] += 2 if partner else 1
                 progress = True
     if any(end < len(own) for end, own in zip(done, queues, strict=True)):

@@ -92,7 +92,12 @@ def estimate(job: Job) -> Ledger:
     shares = [pipeline.rank_share(job, built, rank) for rank in range(job.pp)]
     spare = transient(job)
     classes = tuple(
-        RankClass(rank, _layers(job, built, rank), shares[rank], memory(job, cost, line.peak_in_flight[rank], rank, share, spare))
+        RankClass(
+            rank,
+            _layers(job, built, rank),
+            shares[rank],
+            memory(job, cost, line.peak_in_flight[rank], rank, share, spare),
+        )
         for rank, share in enumerate(shares)
     )
     time, traffic = _time(job, built, line, shares)
@@ -160,9 +165,7 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     )
     found = data.exposed(job, data.rows(job, share, max(1, units)), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
-    return Tail(
-        sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found)
-    )
+    return Tail(sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found))
 
 
 def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[float, Tail]:
@@ -180,9 +183,7 @@ def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -
     return worst, found
 
 
-def _time(
-    job: Job, built: list[Stage], line: Timeline, shares: list[Share]
-) -> tuple[Time, tuple[Row, ...]]:
+def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
     """Pipeline, then traffic that nothing hides, then the optimizer: the slowest rank counts."""
     end, last = slowest(job, built, line, shares)
     busiest = max(range(job.pp), key=lambda rank: line.busy[rank])

@@ -30,8 +30,8 @@ class Contents:
     Attributes:
         ranks: of every rank.
         distinct: without repetition.
-        after: for every stage of the first rank, all from there to the end together, and the messages between.
-        before: the stages ahead of the last rank's first one, together.
+        after: for every stage of the first rank, all from there to the end together, and the messages
+        between. before: the stages ahead of the last rank's first one, together.
     """
 
     ranks: tuple[RankContent, ...]
@@ -118,7 +118,8 @@ def _states(wish: Wish, series: Series, whole: RankContent, p: int) -> float:
 
 
 def quick_bound(point: Point, prices: Prices, model: Model, message: float) -> float:
-    """No step of this point is faster than any rank's work, or the last rank's work with what must pass before
+    """No step of this point is faster than any rank's work, or the last rank's work with what must pass
+    before
     it starts, and after it ends (where backward is split, weight gradients may be done while others wait)."""
     held = rank_contents(model, point.schedule, point.pp, point.chunks)
     p, m = point.pp, point.microbatches

@@ -15,7 +15,8 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
 
 
 def stack_of(config: Config) -> Stack:
-    """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the compute
+    """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the
+    compute
     type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)

@@ -1,7 +1,8 @@
 """The search: every layout of the space in effect, few of them in fact.
 
-1. Costs of a layer depend only on its shape (tp, sp, cp, ep, micro-batch, recompute): computed once per shape.
-2. Degrees and micro-batches form groups, a group's schedules and recompute modes series, a series' chunks
+1. Costs of a layer depend only on its shape (tp, sp, cp, ep, micro-batch, recompute): computed once per
+shape. 2. Degrees and micro-batches form groups, a group's schedules and recompute modes series, a series'
+chunks
    points; each has a lower bound of its step and of its memory (planner/bounds.py). Best bound first they are
    opened; what cannot fit, or cannot enter the ranking any more, never is.
 3. A point whose memory passes is simulated once for all divisions of its data-parallel ranks.
@@ -103,9 +104,7 @@ class _Found:
                 self.limit = self.best[-1].seconds
 
     def outcome(self, seconds: float) -> Outcome:
-        return Outcome(
-            tuple(self.best), self.searched, self.feasible, self.simulated, seconds, self.tightest
-        )
+        return Outcome(tuple(self.best), self.searched, self.feasible, self.simulated, seconds, self.tightest)
 
 
 class _Costing:
@@ -113,14 +112,16 @@ class _Costing:
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
-        self.known: dict[Shape, tuple[Costs, Prices]] = {}
+        self.known: dict[tuple[Shape, bool], tuple[Costs, Prices]] = {}
         self.messages: dict[tuple[Shape, int], float] = {}
 
     def of(self, series: Series) -> tuple[Costs, Prices]:
-        found = self.known.get(series.shape)
+        # A split backward recomputes twice, so its costs are its own.
+        split = series.group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD
+        found = self.known.get((series.shape, split))
         if found is None:
             cost = pipeline.costs(job_of(self.wish, Point(series, 1)))
-            found = self.known[series.shape] = (cost, Prices.of(cost))
+            found = self.known[series.shape, split] = (cost, Prices.of(cost))
         return found
 
     def message(self, point: Point) -> float:
@@ -140,7 +141,8 @@ class Bounded(NamedTuple):
 
 
 def search(wish: Wish, keep: int = 10) -> Outcome:
-    """The `keep` fastest layouts that fit, best bound first: groups open into series, series into points, points
+    """The `keep` fastest layouts that fit, best bound first: groups open into series, series into points,
+    points
     get a tight bound, and what is still ahead of the ranking then is simulated."""
     start = perf_counter()
     costing, found = _Costing(wish), _Found(keep)
@@ -225,9 +227,7 @@ def _layouts(
 def _missing(job: Job, cost: Costs, shares: Sequence[Share], held: Mapping[int, float]) -> float:
     """Bytes by which the fullest of the ranks in `held` exceeds the device; negative where all fit."""
     spare = total.transient(job)
-    peak = max(
-        total.memory(job, cost, size, rank, shares[rank], spare).peak for rank, size in held.items()
-    )
+    peak = max(total.memory(job, cost, size, rank, shares[rank], spare).peak for rank, size in held.items())
     return peak - job.hardware.device.memory
 
 

@@ -205,3 +205,34 @@ def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
             if legal and wish.allows("dp_shard", shard) and wish.allows("dp_replicate", dp // shard):
                 found.append((zero, dp // shard, shard))
     return found
+
+
+def nearest_divisors(number: int, value: int) -> str:
+    """The divisors next to `value`, for an error line."""
+    own = divisors(number)
+    below = [d for d in own if d <= value][-1:]
+    above = [d for d in own if d > value][:1]
+    return " or ".join(map(str, below + above))
+
+
+def size(wish: Wish) -> int:
+    """How many layouts the space has."""
+    count = 0
+    chunks: dict[tuple[int, int], int] = {}
+    splits: dict[tuple[int, int, int], dict[bool, int]] = {}
+    for group in groups(wish):
+        key = (group.data_parallel, group.shape.cp, group.shape.ep)
+        if key not in splits:
+            whole = Point(Series(group._replace(pp=2), group.shape, "1f1b"), 1)
+            halves = Point(Series(group._replace(pp=2), group.shape, "zb_h1"), 1)
+            splits[key] = {
+                False: len(data_layouts(wish, whole)),
+                True: len(data_layouts(wish, halves)),
+            }
+        for series in series_of(wish, group):
+            split = group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD
+            shape = (group.pp, SCHEDULES.index(series.schedule))
+            if shape not in chunks:
+                chunks[shape] = sum(1 for _ in points(wish, series))
+            count += chunks[shape] * splits[key][split]
+    return count

@@ -43,7 +43,10 @@ def attention(row: Columns) -> Attention:
 
 def megatron(row: Columns) -> bool:
     """Megatron and what is built on it keep bf16 parameters, float32 gradients and a float32 master copy."""
-    return says(row, r"Megatron|VocabularyParallel|NeMo|mcore|SC21|Korthikanti|BLOOM|dgxc|vocab parallel|DDP-impl|Llama 3 Herd")
+    return says(
+        row,
+        r"Megatron|VocabularyParallel|NeMo|mcore|SC21|Korthikanti|BLOOM|dgxc|vocab parallel|DDP-impl|Llama 3 Herd",
+    )
 
 
 def fsdp(row: Columns) -> bool:

@@ -205,7 +205,8 @@ def _dualpipev(rank: int, ranks: int, microbatches: int) -> list[Action]:
     behind = ranks - rank - 1
 
     def forward(stage: int, joined: bool = False) -> None:
-        work.append(count.next(Kind.FORWARD, stage)._replace(joined=joined))
+        action = count.next(Kind.FORWARD, stage)
+        work.append(action._replace(joined=True) if joined else action)
 
     def backward(stage: int, split: bool = False) -> None:
         m = count.next(Kind.INPUT_GRAD, stage).microbatch

@@ -1,0 +1,136 @@
+"""The best layout for a model on a cluster, the ranking, and why the others are worse."""
+
+import argparse
+import json
+from typing import Any
+
+from fivefold.cli.arguments import add_config_arguments, add_json_argument
+from fivefold.config.load import dump, load, written_keys
+from fivefold.ledger.total import estimate
+from fivefold.planner.advice import neighbours, unfit
+from fivefold.planner.document import document, layout_of
+from fivefold.planner.search import Outcome, search
+from fivefold.planner.space import Wish, size
+from fivefold.planner.wishes import config_of, wish_of
+from fivefold.render.ledger import ledger_text
+from fivefold.render.tables import table
+from fivefold.render.units import bytes_text, count_text, percent_text, seconds_text
+
+SHOWN = (
+    "pp",
+    "schedule",
+    "chunks",
+    "dp_replicate",
+    "dp_shard",
+    "zero",
+    "cp",
+    "tp",
+    "sequence_parallel",
+    "ep",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    add_json_argument(parser)
+    parser.add_argument("--keep", type=int, default=10, help="length of the ranking")
+    parser.add_argument(
+        "--emit", choices=("fivefold",), help="print only the best layout, as a config that trains it"
+    )
+    parser.epilog = (
+        "Keys of [parallel] and batch.micro_batch that the config or --set writes are fixed; -1 and what is "
+        "not written is free."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 = a layout fits, 1 = none does."""
+    config = load(arguments.config, arguments.overrides)
+    wish = wish_of(config, written_keys(arguments.config, arguments.overrides))
+    outcome = search(wish, keep=arguments.keep)
+    if not outcome.ranking:
+        lines = unfit(wish, outcome)
+        if arguments.json:
+            print(
+                json.dumps(
+                    {**_counts(wish, outcome), "best": None, "ranking": [], "reasons": lines}, indent=1
+                )
+            )
+        else:
+            print("nothing fits\n" + "\n".join(lines))
+        return 1
+    best = outcome.ranking[0]
+    if arguments.emit:
+        print(dump(config_of(config, best.job)), end="")
+        return 0
+    found = _document(wish, outcome)
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(_text(found))
+    return 0
+
+
+def _counts(wish: Wish, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "searched": size(wish),
+        "feasible": outcome.feasible,
+        "simulated": outcome.simulated,
+        "seconds": outcome.seconds,
+    }
+
+
+def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
+    ledgers = [estimate(ranked.job) for ranked in outcome.ranking]
+    ranking = [
+        {
+            "parallel": layout_of(ledger.job),
+            "micro_batch": ledger.job.micro_batch,
+            "step": ledger.time.step,
+            "tokens_per_second_per_gpu": ledger.tokens_per_second_per_gpu,
+            "mfu": ledger.utilization("causal"),
+            "memory_peak": ledger.fullest.memory.peak,
+            "bubble_fraction": ledger.timeline.bubble / ledger.timeline.makespan,
+        }
+        for ledger in ledgers
+    ]
+    best = ledgers[0]
+    return {
+        **_counts(wish, outcome),
+        "best": {
+            **document(best),
+            "parallel": layout_of(best.job),
+            "micro_batch": best.job.micro_batch,
+            "accumulation": best.job.microbatches,
+        },
+        "ranking": ranking,
+        "neighbours": neighbours(best.job, best.time.step),
+    }
+
+
+def _text(found: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(place),
+            *(_plain(item["parallel"][key]) for key in SHOWN),
+            str(item["micro_batch"]),
+            item["parallel"]["recompute"],
+            seconds_text(item["step"]),
+            count_text(item["tokens_per_second_per_gpu"]),
+            percent_text(item["mfu"]),
+            bytes_text(item["memory_peak"]),
+            percent_text(item["bubble_fraction"]),
+        ]
+        for place, item in enumerate(found["ranking"], start=1)
+    ]
+    names = ("pp", "schedule", "v", "dp_r", "dp_s", "zero", "cp", "tp", "sp", "ep", "mb", "recompute")
+    head = ("", *names, "step", "tokens/s/GPU", "MFU", "memory", "bubble")
+    worse = "\n".join(f"  {line}" for line in found["neighbours"])
+    return (
+        f"{found['searched']:,} layouts in {found['seconds']:.2f} s, {found['simulated']} schedules simulated\n\n"
+        f"{table(head, rows)}\n\nthe best\n{ledger_text(found['best'])}\n\nits neighbours\n{worse}"
+    )
+
+
+def _plain(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,142 @@
+"""Why the best layout's neighbours are worse, and what would have to change where nothing fits; with numbers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from fivefold.config.errors import ConfigError
+from fivefold.config.tree import Parallel
+from fivefold.ledger.job import Job
+from fivefold.ledger.total import estimate
+from fivefold.planner.document import layout_of
+from fivefold.planner.search import Outcome, search
+from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish
+from fivefold.spec import schedules
+from fivefold.spec.legal import check_layout
+from fivefold.spec.mesh import Mesh
+
+
+def neighbours(best: Job, seconds: float) -> list[str]:
+    """One line for every layout one step away on one axis."""
+    return [f"{name}: {_verdict(best, changes, seconds)}" for name, changes in _steps(best)]
+
+
+def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
+    world = best.world_size
+    for axis in ("tp", "pp", "cp"):
+        own = int(getattr(best, axis))
+        for degree in (own // 2, own * 2):
+            rest = world // max(1, degree)
+            others = best.pp * best.cp * best.tp // own
+            if degree >= 1 and rest % others == 0:
+                yield f"{axis} {degree} instead of {own}", {axis: degree}
+    for micro in (best.micro_batch // 2, best.micro_batch * 2):
+        if micro:
+            yield f"micro-batch {micro} instead of {best.micro_batch}", {"micro_batch": micro}
+    for mode in RECOMPUTE:
+        if mode != best.recompute:
+            yield f"recompute {mode} instead of {best.recompute}", {"recompute": mode}
+    for zero in range(4):
+        if zero != best.zero:
+            yield f"zero {zero} instead of {best.zero}", {"zero": zero}
+    if best.tp > 1:
+        yield (
+            f"sequence parallel {not best.sequence_parallel}",
+            {"sequence_parallel": not best.sequence_parallel},
+        )
+    if best.pp > 1:
+        for name in SCHEDULES:
+            if name != best.schedule:
+                yield f"schedule {name} instead of {best.schedule}", {"schedule": name}
+
+
+def _verdict(best: Job, changes: dict[str, Any], seconds: float) -> str:
+    """What one change does: slower by so much, too large by so much, or why it cannot be."""
+    try:
+        job = _changed(best, changes)
+    except ConfigError as error:
+        return f"cannot be: {error}"
+    found = estimate(job)
+    excess = found.fullest.memory.peak - job.hardware.device.memory
+    if excess > 0:
+        return f"does not fit, {excess / 2**30:.2f} GiB too much on pipeline rank {found.fullest.rank}"
+    change = found.time.step / seconds - 1
+    old, new = estimate(best).time, found.time
+    parts = {
+        name: getattr(new, name) - getattr(old, name)
+        for name in ("compute", "exposed_communication", "bubble", "optimizer")
+    }
+    cause = max(parts, key=lambda name: parts[name] if change >= 0 else -parts[name])
+    return (
+        f"{found.time.step:.4g} s a step ({change:+.1%}); {cause.replace('_', ' ')} "
+        f"{parts[cause] * 1e3:+.3g} ms"
+    )
+
+
+def _changed(best: Job, changes: dict[str, Any]) -> Job:
+    """`best` with the changes; the data-parallel axes take what is left, the shards first."""
+    job = replace(best, **changes)
+    ranks = best.world_size // (job.pp * job.cp * job.tp)
+    shard = ranks if job.zero else 1
+    if ranks % best.dp_shard == 0 and job.zero and best.zero:
+        shard = min(best.dp_shard, ranks)
+    job = replace(job, dp_shard=shard, dp_replicate=ranks // shard)
+    batch = best.micro_batch * best.microbatches * best.data_parallel
+    if batch % (ranks * job.micro_batch):
+        raise ConfigError(
+            f"global batch {batch} is no multiple of {ranks} replicas × micro-batch {job.micro_batch}"
+        )
+    job = replace(job, microbatches=batch // ranks // job.micro_batch)
+    chunks = schedules.chunks_of(job.schedule, max(2, best.chunks))
+    job = replace(job, chunks=chunks if job.pp > 1 else 1)
+    if job.pp > 1 and not schedules.is_legal(job.schedule, job.pp, job.microbatches):
+        near = schedules.nearest_legal(job.schedule, job.pp, job.microbatches)
+        raise ConfigError(
+            f"{job.schedule} needs {' or '.join(map(str, near))} micro-batches, not {job.microbatches}"
+        )
+    parallel = msgspec.convert(layout_of(job), Parallel)
+    check_layout(job.model, parallel, Mesh(job.pp, job.dp_replicate, job.dp_shard, job.cp, job.tp))
+    return job
+
+
+def unfit(wish: Wish, outcome: Outcome) -> list[str]:
+    """Why nothing fits and what would: bytes missing, free axes, more devices."""
+    lines = []
+    if outcome.tightest is None:
+        lines.append("no legal layout: " + _no_layout(wish))
+    else:
+        job, missing = outcome.tightest
+        keys = ", ".join(
+            f"{key} {value}" for key, value in layout_of(job).items() if value not in (1, 0, False)
+        )
+        lines.append(f"the nearest layout ({keys}) misses at least {missing / 2**30:.2f} GiB a device")
+    if wish.fixed:
+        freed = search(replace(wish, fixed={}), keep=1)
+        if freed.ranking:
+            best = freed.ranking[0]
+            what = {k: v for k, v in layout_of(best.job).items() if wish.fixed.get(k, v) != v}
+            if best.job.micro_batch != wish.fixed.get("micro_batch", best.job.micro_batch):
+                what["micro_batch"] = best.job.micro_batch
+            changes = ", ".join(f"{key} = {value}" for key, value in what.items())
+            lines.append(f"it fits with {changes} ({best.seconds:.4g} s a step)")
+            return lines
+    for factor in (2, 4, 8, 16, 32, 64):
+        nodes = wish.hardware.nodes * factor
+        wider = replace(wish, hardware=msgspec.structs.replace(wish.hardware, nodes=nodes))
+        found = search(wider, keep=1)
+        if found.ranking:
+            lines.append(
+                f"it fits on {wider.hardware.devices} devices ({found.ranking[0].seconds:.4g} s a step)"
+            )
+            break
+    return lines
+
+
+def _no_layout(wish: Wish) -> str:
+    fixed = ", ".join(f"{key} = {value}" for key, value in wish.fixed.items()) or "none"
+    return (
+        f"{wish.hardware.devices} devices, global batch {wish.global_batch}, {wish.model.layers} layers, "
+        f"{wish.model.heads} heads; fixed: {fixed}"
+    )

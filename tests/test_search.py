@@ -1,0 +1,120 @@
+"""The search equals brute force on spaces small enough to enumerate, is fast on large ones, and says why."""
+
+from pathlib import Path
+from time import process_time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.config.load import load
+from fivefold.config.tree import Experts, Model
+from fivefold.ledger import hardware
+from fivefold.ledger.job import Job, Stack
+from fivefold.ledger.total import estimate
+from fivefold.planner.advice import neighbours, unfit
+from fivefold.planner.search import job_of, search
+from fivefold.planner.space import Wish, data_layouts, groups, points, series_of, size
+
+STACK = Stack(compute_copy=0, chunked_loss=True, fused_loss=True)
+SMALL = Model(layers=6, hidden=1024, heads=8, kv_heads=4, ffn=2816, vocab=8192, max_positions=4096)
+EXPERTS = msgspec.structs.replace(SMALL, experts=Experts(count=4, top_k=2, ffn=1408, shared_ffn=512))
+
+
+def wish(model: Model, kind: str = "2x4 a100", gib: float = 80.0, batch: int = 32, **fixed: object) -> Wish:
+    on = hardware.preset(kind)
+    on = msgspec.structs.replace(on, device=msgspec.structs.replace(on.device, memory=int(gib * 2**30)))
+    return Wish(model, on, batch, 2048, "bf16", 2, STACK, fixed)
+
+
+def every_job(wished: Wish) -> list[Job]:
+    return [
+        job_of(wished, point, *split)
+        for group in groups(wished)
+        for series in series_of(wished, group)
+        for point in points(wished, series)
+        for split in data_layouts(wished, point)
+    ]
+
+
+def brute(wished: Wish) -> list[float]:
+    """Seconds of every layout that fits, fastest first."""
+    ledgers = [estimate(job) for job in every_job(wished)]
+    return sorted(ledger.time.step for ledger in ledgers if ledger.fits)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    model=st.sampled_from([SMALL, EXPERTS]),
+    kind=st.sampled_from(["1x4 a100", "2x2 h100", "3x2 l40s", "1x6 h100"]),
+    gib=st.sampled_from([3.0, 4.0, 6.0, 80.0]),
+    batch=st.sampled_from([4, 12, 24]),
+)
+def test_equals_brute_force(model: Model, kind: str, gib: float, batch: int) -> None:
+    wished = wish(model, kind, gib, batch)
+    expected = brute(wished)
+    found = search(wished, keep=5)
+    assert [ranked.seconds for ranked in found.ranking] == pytest.approx(expected[:5])
+    for ranked in found.ranking:
+        ledger = estimate(ranked.job)
+        assert ledger.fits
+        assert ledger.time.step == pytest.approx(ranked.seconds)
+
+
+def test_size_counts_the_space() -> None:
+    for model in (SMALL, EXPERTS):
+        wished = wish(model, "1x4 a100", batch=8)
+        assert size(wished) == len(every_job(wished))
+
+
+def test_fixed_axes_stay() -> None:
+    found = search(wish(SMALL, batch=16, tp=2, pp=2, schedule="1f1b", recompute="full", micro_batch=1))
+    assert found.ranking
+    for ranked in found.ranking:
+        job = ranked.job
+        assert (job.tp, job.pp, job.schedule, job.recompute, job.micro_batch) == (2, 2, "1f1b", "full", 1)
+
+
+def test_neighbours_have_numbers_and_reasons() -> None:
+    wished = wish(SMALL, batch=16)
+    best = search(wished).ranking[0]
+    lines = neighbours(best.job, best.seconds)
+    assert len(lines) > 8
+    assert all(any(letter.isdigit() for letter in line.split(":", 1)[1]) for line in lines)
+    assert not any("(-" in line and "(-0.0%" not in line for line in lines), lines
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    wished = wish(SMALL, gib=2.0, batch=16, tp=1, pp=1, zero=0)
+    found = search(wished)
+    assert not found.ranking
+    text = "\n".join(unfit(wished, found))
+    assert "misses at least" in text
+    assert "fits" in text
+
+
+def test_all_combinations_of_axes_plan() -> None:
+    """Each axis on or off, with and without experts: a plan or a refusal, never a crash (SimAI#298)."""
+    for model in (SMALL, EXPERTS):
+        for bits in range(32):
+            fixed = {
+                axis: 2 if bits >> place & 1 else 1
+                for place, axis in enumerate(("pp", "tp", "cp", "ep", "dp_replicate"))
+            }
+            found = search(wish(model, "4x4 a100", batch=32, **fixed), keep=1)
+            for ranked in found.ranking:
+                assert {axis: getattr(ranked.job, axis) for axis in fixed} == fixed
+            if not found.ranking:
+                assert found.searched == 0 or found.tightest is not None
+
+
+def test_llama_405b_on_16384_devices_is_fast(tmp_path: Path) -> None:
+    """All axes free: under 2 s of one core (counted in processor time: test machines are shared)."""
+    (tmp_path / "c.toml").write_text('[model]\npreset = "llama3-405b"\n')
+    model = load(str(tmp_path / "c.toml")).model
+    wished = Wish(model, hardware.preset("2048x8 h100"), 2048, 8192, "bf16", 2, STACK)
+    start = process_time()
+    found = search(wished)
+    assert found.ranking
+    assert process_time() - start < 4.0  # twice the bar: hyper-threads of a busy machine halve the speed
