@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What a rank says whose only trouble is that another one is gone.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
 SIGNAL_HINTS = {
     signal.SIGKILL: "usually the kernel, out of memory: see dmesg; a smaller micro-batch or recompute helps",
     signal.SIGBUS: "usually /dev/shm is full: see fivefold doctor",
@@ -61,16 +62,22 @@ def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None 
         stack.enter_context(_silence("torch.distributed.elastic"))
         agent = _agent(arguments, ranks, logs)
         relay = stack.enter_context(_Relay(agent))
-        failures = agent.run().failures
-        if relay.killed:
-            _say(f"killed by a second {relay.name}; what was not saved yet is lost")
-            return 1
-        if failures:
-            return _report(failures, failure_file)
-        if relay.name:
-            _say(f"stopped by {relay.name}; the ranks ended well")
-            return 1
-        return 0
+        try:
+            failures = agent.run().failures
+        except KeyboardInterrupt:  # of the relay: no rank had started yet
+            failures = {}
+        return _verdict(relay, failures, failure_file)
+
+
+def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
+    """Says how it ended, unless it ended well, and returns the exit code."""
+    if relay.killed:
+        _say("killed; what was not saved yet is lost")
+        return 1
+    if relay.name and all(_is_secondary(failure) for failure in failures.values()):
+        _say(f"stopped by {relay.name}" + (" before the ranks could save" if failures else ""))
+        return 1
+    return _report(failures, failure_file) if failures else 0
 
 
 def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgent":
@@ -122,8 +129,8 @@ class _Relay:
         self._first_at = 0.0
 
     def __enter__(self) -> Self:
-        # The agent installs handlers of its own when it starts the ranks, for the signals named here.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        # For the signals named here the agent would install handlers of its own when it starts the ranks.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
         self._before = {number: signal.signal(number, self._pass_on) for number in RELAYED}
         return self
 
@@ -135,13 +142,20 @@ class _Relay:
         now = time.monotonic()
         if self.name and now - self._first_at < ECHO_SECONDS:
             return
+        pids = [worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None]
         self.killed = bool(self.name)
         if not self.name:
             self.name, self._first_at = signal.Signals(number).name, now
+        if not pids:
+            raise KeyboardInterrupt
+        if not self.killed:
             _say(f"{self.name}: the ranks finish their step and save; a second one kills them")
-        for worker in self._agent.get_worker_group().workers:
-            with suppress(ProcessLookupError, TypeError):  # ended already; not started yet
-                os.killpg(worker.id, signal.SIGKILL if self.killed else signal.SIGTERM)
+        for pid in pids:
+            with suppress(ProcessLookupError):  # ended already
+                if self.killed:
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    os.kill(pid, signal.SIGTERM)  # not its children: a rank may need them to save
 
 
 @contextmanager
@@ -180,7 +194,7 @@ def _record(place: Place, error: BaseException) -> None:
     message = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
     if path is None:
         if not _is_consequence(message):
-            _say(f"rank {place.rank}: {message}")
+            _say(f"rank {place.rank}: {' '.join(message.split())}")
         return
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
@@ -219,8 +233,8 @@ def _message(failure: "ProcessFailure") -> str:
 
 
 def _is_secondary(failure: "ProcessFailure") -> bool:
-    """Whether the rank ended because another had: it lost its peer, or the agent ended it."""
-    return failure.exitcode == -signal.SIGTERM or _is_consequence(_message(failure))
+    """Whether the rank ended because another had, or because it was told to."""
+    return failure.exitcode in TOLD_TO_END or _is_consequence(_message(failure))
 
 
 def _is_consequence(message: str) -> bool:
