@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # What a rank says whose only trouble is that another one is gone.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
-TOLD_TO_END = (-signal.SIGTERM, 128 + signal.SIGTERM)
 SIGNAL_HINTS = {
     signal.SIGKILL: "usually the kernel, out of memory: see dmesg; a smaller micro-batch or recompute helps",
     signal.SIGBUS: "usually /dev/shm is full: see fivefold doctor",
@@ -42,9 +41,9 @@ SIGNAL_HINTS = {
 def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None = None) -> int:
     """Starts `ranks` processes of this Python with `arguments` on this host and waits for them.
 
-    A failure of any rank ends all of them; one line on stderr names the first. SIGINT, SIGTERM and SIGHUP are
-    passed on, and the ranks then have all the time they need to finish a step and save; a second one, later
-    than two seconds, kills them.
+    A failure of any rank ends all of them; one line on stderr names the first. SIGINT, SIGTERM, SIGHUP and
+    SIGUSR1 ask the ranks to stop, and they have all the time they need to finish a step and save; a second one,
+    later than two seconds, kills them.
 
     Args:
         arguments: what follows `python`, e.g. ["-m", "fivefold", "train", "run.toml"].
@@ -60,10 +59,10 @@ def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None 
         )
         stack.enter_context(_rank_environment(os.environ, ranks))
         stack.enter_context(_silence("torch.distributed.elastic"))
-        agent = _agent(arguments, ranks, logs)
-        relay = stack.enter_context(_Relay(agent))
+        relay = stack.enter_context(_Relay())
         try:
-            failures = agent.run().failures
+            relay.agent = _agent(arguments, ranks, logs)
+            failures = relay.agent.run().failures
         except KeyboardInterrupt:  # of the relay: no rank had started yet
             failures = {}
         return _verdict(relay, failures, failure_file)
@@ -74,8 +73,11 @@ def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_
     if relay.killed:
         _say("killed; what was not saved yet is lost")
         return 1
-    if relay.name and all(_is_secondary(failure) for failure in failures.values()):
-        _say(f"stopped by {relay.name}" + (" before the ranks could save" if failures else ""))
+    if relay.name and not failures:
+        _say(f"stopped by {relay.name}")
+        return 1
+    if relay.name and _is_secondary(next(iter(failures.values()))):
+        _say(f"stopped by {relay.name} before the ranks could save")
         return 1
     return _report(failures, failure_file) if failures else 0
 
@@ -118,14 +120,14 @@ def _safe_path() -> list[str]:
 
 
 class _Relay:
-    """While it is entered, SIGINT, SIGTERM and SIGHUP go to the ranks as a request to stop, and a second one
-    as SIGKILL. The agent's own handler would give them 30 seconds.
+    """While it is entered, a signal goes to the ranks as SIGTERM, a request to stop, and a second one as SIGKILL.
+    The agent's own handler would give them 30 seconds.
     """
 
-    def __init__(self, agent: "LocalElasticAgent") -> None:
+    def __init__(self) -> None:
+        self.agent: LocalElasticAgent | None = None
         self.name = ""  # of the first signal
         self.killed = False
-        self._agent = agent
         self._first_at = 0.0
 
     def __enter__(self) -> Self:
@@ -142,7 +144,8 @@ class _Relay:
         now = time.monotonic()
         if self.name and now - self._first_at < ECHO_SECONDS:
             return
-        pids = [worker.id for worker in self._agent.get_worker_group().workers if worker.id is not None]
+        workers = self.agent.get_worker_group().workers if self.agent else []
+        pids = [worker.id for worker in workers if worker.id is not None]
         self.killed = bool(self.name)
         if not self.name:
             self.name, self._first_at = signal.Signals(number).name, now
@@ -233,8 +236,9 @@ def _message(failure: "ProcessFailure") -> str:
 
 
 def _is_secondary(failure: "ProcessFailure") -> bool:
-    """Whether the rank ended because another had, or because it was told to."""
-    return failure.exitcode in TOLD_TO_END or _is_consequence(_message(failure))
+    """Whether the rank ended because another had, or because it was told to, before it could listen."""
+    told_to_end = failure.exitcode == -signal.SIGTERM or failure.exitcode == 128 + signal.SIGTERM
+    return told_to_end or _is_consequence(_message(failure))
 
 
 def _is_consequence(message: str) -> bool:
