@@ -69,6 +69,7 @@ class Progress:
         self.entered: Call | None = None
         self.waiting: Call | None = None
         self.waiting_since = 0.0
+        self.waited_seconds = 0.0  # in calls that have ended
 
     def enter(self, primitive: Primitive, peer: int | None) -> Call:
         """Notes that this rank begins a call."""
@@ -109,6 +110,11 @@ class Recorder:
             self._cells[key] = cell = [0, 0]
         cell[0] += 1
         cell[1] += size
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds this rank has waited in collectives so far: communication that nothing hid."""
+        return sum(group.waited_seconds for group in self.groups if group.axis not in self.excluded)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

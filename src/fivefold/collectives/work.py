@@ -49,6 +49,7 @@ class RecordedWork(Work):
             raise failure(progress, self._call, error) from error
         finally:
             progress.waiting = None
+            progress.waited_seconds += time.monotonic() - progress.waiting_since
 
     def is_completed(self) -> bool:
         return self._work.is_completed()

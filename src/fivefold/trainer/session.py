@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
+from fivefold.collectives.watch import HangWatch
 from fivefold.config.errors import BadInput
 from fivefold.trainer import machine
 from fivefold.trainer.agree import Agreement
@@ -20,6 +21,8 @@ from fivefold.trainer.place import Place, open_store
 
 T = TypeVar("T")
 POLL_SECONDS = 0.05
+HANG_SECONDS = 8.0
+"""A wait this long is explained on stderr: who has not come, and where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ def open_session(place: Place | None, backend: str, timeout_seconds: float) -> I
     name = register(recorder, timeout) if backend == "gloo" else backend
     store = open_store(place, timeout_seconds) if place else HashStore()
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    yield Session(rank, world_size, device, recorder, Agreement(device), store, backend)
+    with HangWatch(recorder, store, rank, seconds=HANG_SECONDS):
+        yield Session(rank, world_size, device, recorder, Agreement(device), store, backend)
     dist.barrier()  # a rank that left early would break the connections of those still at work
     dist.destroy_process_group()
