@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(text: str) -> str:
-    """`text` with control characters, such as a line end in a path, written as escapes."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
+    """`text` with what would break the line, or the output, such as a line end in a path, written as escapes."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", lambda found: repr(found[0])[1:-1], text)
 
 
 def _dispatch(words: list[str]) -> int:
