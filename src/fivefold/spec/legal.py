@@ -1,19 +1,18 @@
 """What a config may ask for, decided before any process starts; refusals name the nearest legal values."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import gcd
 
 from fivefold.config.errors import ConfigError, nearest
 from fivefold.config.tree import Config, Model, Parallel
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
-from fivefold.spec.layout import Axis, Placement, Split, Unit, table
+from fivefold.spec.layout import Axis, Owned, Unit, table
 from fivefold.spec.mesh import Mesh, resolve
 from fivefold.spec.schedules import chunks_of, is_legal, nearest_legal
 
-MOST_UNITS = 1 << 16
-"""Legal degrees are looked for up to here: the tree allows no more heads and experts."""
+MOST_DIVISOR = 1 << 16
+"""Divisors are looked for up to here: the tree allows no more heads and experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +126,7 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
     if parallel.ep > 1 and not model.experts.count:
         raise ConfigError(f"parallel.ep = {parallel.ep}: the model has no experts; set ep = 1")
     _check_degree("tp", mesh.tp, _demands(model, "tp"))
-    divides_shards = {f"dp_shard × cp = {shards}": lambda degree: shards % degree == 0}
-    _check_degree("ep", parallel.ep, _demands(model, "ep") | divides_shards)
+    _check_degree("ep", parallel.ep, [*_demands(model, "ep"), _Demand(shards, f"dp_shard × cp = {shards}")])
     _check_stages(model, parallel, mesh)
 
 
@@ -144,32 +142,33 @@ def check_schedule(parallel: Parallel, mesh: Mesh, batch: BatchPlan) -> None:
         )
 
 
-Demands = dict[str, Callable[[int], bool]]
-"""What a degree must divide, in words, with the test of it."""
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What a degree must divide; with `replicable`, or be a multiple of."""
+
+    count: int
+    what: str
+    replicable: bool = False
+
+    def is_met(self, degree: int) -> bool:
+        return self.count % degree == 0 or (self.replicable and degree % self.count == 0)
 
 
-def _demands(model: Model, axis: Axis) -> Demands:
-    cut = [axes[axis] for _, axes in table(model) if axis in axes]
-    return {
-        f"{units(model, each.unit)} {each.unit}": partial(_fits, units(model, each.unit), each)
-        for each in cut
-    }
+def _demands(model: Model, axis: Axis) -> Iterator[_Demand]:
+    """Of the layout table. What is padded demands nothing."""
+    for placement in {axes[axis].unit: axes[axis] for _, axes in table(model) if axis in axes}.values():
+        count = units(model, placement.unit)
+        if isinstance(placement, Owned):
+            yield _Demand(count, f"{count} {placement.unit}")
+        elif not placement.padded:
+            yield _Demand(count, f"{count} {placement.unit}", placement.replicable)
 
 
-def _fits(count: int, placement: Placement, degree: int) -> bool:
-    if isinstance(placement, Split) and (placement.padded or (placement.replicable and degree % count == 0)):
-        return True
-    return count % degree == 0
-
-
-def _check_degree(axis: Axis, degree: int, demands: Demands) -> None:
-    failing = [what for what, divides in demands.items() if not divides(degree)]
-    if failing:
-        legal = [
-            candidate
-            for candidate in range(1, MOST_UNITS + 1)
-            if all(divides(candidate) for divides in demands.values())
-        ]
+def _check_degree(axis: Axis, degree: int, demands: Iterable[_Demand]) -> None:
+    demands = list(demands)
+    if failing := [demand.what for demand in demands if not demand.is_met(degree)]:
+        most = min(demand.count for demand in demands if not demand.replicable)
+        legal = [number for number in range(1, most + 1) if all(demand.is_met(number) for demand in demands)]
         raise ConfigError(
             f"parallel.{axis} = {degree}: does not divide {', '.join(failing)}; "
             f"nearest legal: {nearest(degree, legal)}"
@@ -243,4 +242,4 @@ def _has_dense_layers(model: Model) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, min(number, MOST_UNITS) + 1) if number % divisor == 0]
+    return [divisor for divisor in range(1, min(number, MOST_DIVISOR) + 1) if number % divisor == 0]
