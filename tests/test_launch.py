@@ -178,6 +178,22 @@ def test_threads_of_a_rank() -> None:
     assert threads_of_rank(SRUN | {"SLURM_CPUS_PER_TASK": "12"}, srun) == 12
 
 
+def test_a_rank_computes_on_its_share() -> None:
+    program = (
+        "import os, torch\n"
+        "from fivefold.trainer.launch import as_rank\n"
+        "from fivefold.trainer.place import place_from\n"
+        "with as_rank(place_from(os.environ)):\n"
+        "    print(torch.get_num_threads())\n"
+    )
+    for environment, threads in ((SRUN, max(1, usable_cores() // 2)), (SRUN | {"OMP_NUM_THREADS": "2"}, 2)):
+        clean = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=clean | environment
+        )
+        assert done.stdout == f"{threads}\n", done.stderr
+
+
 # Local ranks
 
 

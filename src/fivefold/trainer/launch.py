@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from fivefold.config.errors import BadInput
-from fivefold.trainer.place import RUN_ID, Place, usable_cores
+from fivefold.trainer.place import RUN_ID, Place, threads_of_rank, usable_cores
 from fivefold.trainer.stop import ECHO_SECONDS
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ class _Relay:
 
 @contextmanager
 def as_rank(place: Place | None) -> Iterator[None]:
-    """The frame around all a rank does: it ends with its launcher, and reports its own failure once.
+    """The frame around all a rank does: it computes on its share of the cores, ends with its launcher, and reports
+    its own failure once.
 
     An exception ends the process: exit code 2 for BadInput, else 1. An elastic launcher gets it recorded, to
     print it once; under srun and mpirun the rank prints one line. Without a launcher nothing is caught.
@@ -172,6 +173,7 @@ def as_rank(place: Place | None) -> Iterator[None]:
         yield
         return
     _follow_launcher(place)
+    _share_cores(place)
     try:
         yield
     except (SystemExit, GeneratorExit):
@@ -189,6 +191,15 @@ def _follow_launcher(place: Place) -> None:
     if place.launcher in ("fivefold", "torchrun", "accelerate") and sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def _share_cores(place: Place) -> None:
+    """srun and mpirun leave every rank a thread per core, which on two cores is three times slower than one."""
+    threads = threads_of_rank(os.environ, place)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
 
 
 def _record(place: Place, error: BaseException) -> None:
