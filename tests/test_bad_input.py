@@ -95,6 +95,7 @@ FILES = [
     file("endless timeout", "[run]\ntimeout_seconds = 1e300", "run.timeout_seconds = 1e+300", "≤ 1"),
     file("betas above 1", "[optimizer]\nbetas = [0.9, 1.5]", "a.toml:2: optimizer.betas", "< 1.0"),
     file("betas below 0", "[optimizer]\nbetas = [-0.1, 0.9]", "a.toml:2: optimizer.betas", "≥ 0.0"),
+    file("a list over lines", "[optimizer]\nbetas = [\n0.9,\n2.0]", "a.toml:2: optimizer.betas", "< 1.0"),
     file("one beta", "[optimizer]\nbetas = [0.9]", "a.toml:2: optimizer.betas = [0.9]", "a list of 2"),
     file("no such word", '[parallel]\nschedule = "2f2b"', "a.toml:2: parallel.schedule", '"1f1b"', '"zbv"'),
     file("no such role", '[optimizer]\nno_decay = ["nrom"]', "a.toml:2: optimizer.no_decay", '"norm"'),
@@ -239,8 +240,8 @@ CONTRADICTIONS = [
         (
             "parallel.tp=8",
             "model.kv_heads=8",
-            "model.experts={count=8, ffn=16, shared_ffn=24, dense_layers=1}",
-            "model.ffn=100",
+            "model.experts={count=8, ffn=16, shared_ffn=12, dense_layers=1}",
+            "model.ffn=96",
         ),
         "parallel.tp = 8: does not divide 4 columns",
         "nearest legal: 4",

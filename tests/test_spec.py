@@ -35,7 +35,7 @@ from fivefold.spec.parameters import active, parameters, total
 
 PATIENT = settings(deadline=None, max_examples=60)  # the machine may be busy
 SMALL = Model(layers=3, hidden=24, heads=4, kv_heads=2, ffn=40, vocab=50)
-MOE = Experts(count=12, top_k=2, ffn=16, shared_ffn=24, shared_gate=True, dense_layers=1, router_bias=True)
+MOE = Experts(count=12, top_k=2, ffn=16, shared_ffn=12, shared_gate=True, dense_layers=1, router_bias=True)
 LATENT = LatentAttention(kv_rank=8, nope_dim=4, rope_dim=2, value_dim=6)
 GPT2 = Model(
     layers=12,
