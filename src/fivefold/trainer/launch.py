@@ -86,7 +86,7 @@ def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgen
     """torch's elastic agent for one host, with a store at a port that the kernel chose.
 
     `elastic_launch` does the same, but hides the ranks' process ids: it can only end the ranks within a fixed
-    time, while a save takes as long as it takes. Its c10d rendezvous is also 0.3 s slower.
+    time, while a save takes as long as it takes. Its c10d rendezvous costs 0.1 s more.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.agent.server.api import WorkerSpec
