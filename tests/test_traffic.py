@@ -57,9 +57,9 @@ def closed_form(resolved: Resolved) -> list[Row]:
     return sorted(rows)
 
 
-def check(ranks: Ranks, config: Config) -> None:
+def check(ranks: Ranks, config: Config, wrapped: bool = True) -> None:
     expected = closed_form(resolve_config(config, ranks.world_size))
-    for rank, found in enumerate(ranks.run(train_on_ranks, config)):
+    for rank, found in enumerate(ranks.run(train_on_ranks, config, 0, wrapped)):
         for step, rows in enumerate(found["rows"], start=1):
             assert rows == expected, f"rank {rank}, step {step}"
 
@@ -78,3 +78,11 @@ def test_recorded_bytes_equal_the_closed_form(ranks: Ranks, dtype: str) -> None:
 def test_recompute_gathers_no_more(ranks: Ranks) -> None:
     """FSDP2 has the parameters at hand when a layer is recomputed in backward."""
     check(ranks, toy_config(zero=3, global_batch=ranks.world_size, steps=2, recompute="full"))
+
+
+def test_a_dispatch_mode_records_the_same(ranks: Ranks) -> None:
+    """What is used where the backend stays unwrapped (NCCL)."""
+    check(ranks, toy_config(zero=0, global_batch=2 * ranks.world_size, steps=2), wrapped=False)
+    if ranks.world_size == 4:
+        hybrid = {"zero": 3, "dp_replicate": 2, "dp_shard": 2}
+        check(ranks, toy_config(global_batch=2 * ranks.world_size, steps=2, **hybrid), wrapped=False)

@@ -6,6 +6,7 @@ torch's own unfused optimizer, torch's own clipping.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
 from fivefold.config.tree import Batch, Config, Model, Optimizer, Parallel, Precision, Run, Schedule
@@ -72,10 +74,14 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().clone()
 
 
-def start_group() -> Recorder:
-    """The default group of a test's rank, recorded; the environment is that of `ranks.Ranks(backend=None)`."""
+def start_group(wrapped: bool = True) -> Recorder:
+    """The default group of a test's rank; the environment is that of `ranks.Ranks(backend=None)`.
+
+    Args:
+        wrapped: records; otherwise plain gloo, of which a dispatch mode may record.
+    """
     recorder = Recorder()
-    dist.init_process_group(register(recorder, timedelta(seconds=60)))
+    dist.init_process_group(register(recorder, timedelta(seconds=60)) if wrapped else "gloo")
     return recorder
 
 
@@ -94,9 +100,11 @@ def permuted(batch: Rows, seed: int) -> Rows:
     return Rows(batch.tokens[order], batch.labels[order], batch.documents[order])
 
 
-def train_on_ranks(rank: int, world_size: int, config: Config, permutation: int = 0) -> dict[str, Any]:
+def train_on_ranks(
+    rank: int, world_size: int, config: Config, permutation: int = 0, wrapped: bool = True
+) -> dict[str, Any]:
     """Trains in the layout of `config`; whole tensors from every rank, gathered by torch's DTensor."""
-    recorder = start_group()
+    recorder = start_group(wrapped)
     resolved = resolve_config(config, world_size)
     stepper = stepper_on(resolved, recorder)
     found: dict[str, Any] = {"loss": [], "grad_norm": [], "rows": []}
@@ -112,7 +120,8 @@ def train_on_ranks(rank: int, world_size: int, config: Config, permutation: int 
         rows = permuted(global_batch(config, step), permutation)
         share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU)
         lr = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
-        result = stepper.step(share, lr, inspect=keep_gradients)
+        with nullcontext() if wrapped else DispatchRecorder(recorder):
+            result = stepper.step(share, lr, inspect=keep_gradients)
         found["loss"].append(result.loss)
         found["grad_norm"].append(result.grad_norm)
         found["rows"].append(recorder.rows())

@@ -1,6 +1,13 @@
 """Arguments that commands share."""
 
 import argparse
+from collections.abc import Callable
+from math import isfinite
+from typing import TypeVar
+
+from fivefold.config.errors import shortened
+
+N = TypeVar("N", int, float)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, what: str = "CONFIG") -> None:
@@ -25,3 +32,24 @@ def add_debug_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout")
+
+
+def whole_number(text: str) -> int:
+    """The type of an argument that counts: 0 or more, in 64 bits."""
+    return _checked(text, int, lambda value: 0 <= value < 1 << 63, "a whole number ≥ 0 of at most 64 bits")
+
+
+def number(text: str) -> float:
+    """The type of an argument that measures: 0 or more, finite."""
+    return _checked(text, float, lambda value: value >= 0 and isfinite(value), "a finite number ≥ 0")
+
+
+def _checked(text: str, convert: Callable[[str], N], is_legal: Callable[[N], bool], what: str) -> N:
+    try:
+        value = convert(text)
+        legal = is_legal(value)
+    except ValueError:
+        legal = False
+    if not legal:
+        raise argparse.ArgumentTypeError(f'"{shortened(text)}": expected {what}')
+    return value

@@ -3,9 +3,9 @@
 import argparse
 import json
 
-from fivefold.cli.arguments import add_config_arguments, add_debug_argument, add_json_argument
-from fivefold.config.errors import ConfigError, did_you_mean
-from fivefold.config.explain import Entry, entries, sections
+from fivefold.cli.arguments import add_config_arguments, add_debug_argument, add_json_argument, whole_number
+from fivefold.config.errors import ConfigError, shortened
+from fivefold.config.explain import Entry, entries, hint, sections
 from fivefold.config.load import dump, load, preset_names
 from fivefold.spec.legal import resolve_config
 
@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(show)
     check = actions.add_parser("check", help="say whether a config can run, and what follows from it")
     add_config_arguments(check)
-    check.add_argument("--ranks", type=int, default=0, help="check for this many ranks")
+    check.add_argument(
+        "--ranks", type=whole_number, default=0, help="check for this many ranks; 0 = what the config says"
+    )
     explain = actions.add_parser("explain", help="explain a key or a section")
     explain.add_argument("key", nargs="?", default="", help="e.g. parallel.zero, or parallel; nothing = all")
     add_json_argument(explain)
@@ -43,14 +45,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     resolved = resolve_config(load(arguments.config, arguments.overrides), arguments.ranks)
-    print(f"layout: {resolved.mesh} ({resolved.mesh.world_size} ranks), zero {resolved.config.parallel.zero}")
+    mesh = resolved.mesh
+    ranks = f" ({mesh.world_size} ranks)" if mesh.world_size > 1 else ""
+    print(f"layout: {mesh}{ranks}, zero {resolved.config.parallel.zero}")
     print(f"batch:  {resolved.batch.reason}; {resolved.batch.global_batch_tokens:,} tokens a step")
 
 
 def _explain(key: str, as_json: bool) -> None:
     found = [item for item in entries() if not key or item.key == key or item.key.startswith(key + ".")]
     if not found:
-        raise ConfigError(f"{key}: unknown key; {did_you_mean(key, [item.key for item in entries()])}")
+        raise ConfigError(f'"{shortened(key)}": unknown key; {hint(tuple(key.split(".")))}')
     if as_json:
         rows = [
             {"key": item.key, "type": item.type, "default": item.default, "description": item.description}

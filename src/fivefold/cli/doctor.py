@@ -3,9 +3,11 @@
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument
@@ -36,6 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         return int(wrong)
     from rich.console import Console
 
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a mark that an old code page lacks is no reason to fail
     console = Console(highlight=False, markup=False, emoji=False)
     return int(_show(console, _findings()))
 

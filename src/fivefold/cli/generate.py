@@ -3,36 +3,37 @@
 import argparse
 from pathlib import Path
 
-from fivefold.cli.arguments import add_debug_argument, add_json_argument
+from fivefold.cli.arguments import add_debug_argument, add_json_argument, number, whole_number
 from fivefold.cli.extras import require_torch
-from fivefold.config.errors import BadInput
+from fivefold.trainer.directory import check_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory, or one checkpoint in it")
     parser.add_argument("--prompt", default="", help="text to continue; empty = the start of a document")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to write, at most (default 200)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 = always the likeliest token (default 0.8)"
+        "--tokens", type=whole_number, default=200, help="tokens to write, at most (default 200)"
     )
     parser.add_argument(
-        "--top-k", type=int, default=40, help="draw among this many tokens; 0 = all (default 40)"
+        "--temperature", type=number, default=0.8, help="0 = always the likeliest token (default 0.8)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="another seed, another text (default 0)")
+    parser.add_argument(
+        "--top-k", type=whole_number, default=40, help="draw among this many tokens; 0 = all (default 40)"
+    )
+    parser.add_argument("--seed", type=whole_number, default=0, help="another seed, another text (default 0)")
     add_json_argument(parser)
     add_debug_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Generates in this one process, whatever layout the run had."""
-    for name in ("tokens", "temperature", "top_k", "seed"):
-        if getattr(arguments, name) < 0:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected at least 0")
+    path = Path(arguments.run)
+    check_run(path)
     require_torch()
     from fivefold.trainer.writer import write_text
 
     text = write_text(
-        Path(arguments.run),
+        path,
         arguments.prompt,
         arguments.tokens,
         temperature=arguments.temperature,

@@ -1,12 +1,13 @@
 """The `fivefold` command: finds the module of a command, turns errors into one line and an exit code."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
-from fivefold.config.errors import BadInput, did_you_mean
+from fivefold.config.errors import BadInput, did_you_mean, shortened
 
 COMMANDS = ("estimate", "plan", "batch", "validate", "train", "generate", "config", "doctor")
 
@@ -25,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{self.prog}: {message}; try {self.prog} --help")
+        raise BadInput(f"{self.prog.removeprefix('fivefold ')}: {message}; try {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,10 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as error:
         if "--debug" in words:
             raise
-        print(f"fivefold: {error}", file=sys.stderr)
+        print(f"fivefold: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 1
+
+
+def _one_line(text: str) -> str:
+    """`text` with what would break the line, or the output, such as a line end in a path, written as escapes."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", lambda found: repr(found[0])[1:-1], text)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -57,7 +63,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name = words[0]
     if name not in COMMANDS:
-        raise BadInput(f"{name}: unknown command; {did_you_mean(name, COMMANDS)}")
+        raise BadInput(f'"{shortened(name)}": unknown command; {did_you_mean(name, COMMANDS)}')
     command = _module(name)
     parser = Parser(
         prog=f"fivefold {name}",

@@ -5,10 +5,8 @@ group sees every call of every caller (DDP's reducer, FSDP2, DTensor, functional
 checkpoints), with its tensors and its axis. It is also the one place that can say in plain words what broke.
 """
 
-import re
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -17,17 +15,12 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Work
 
-from fivefold.collectives.record import Primitive, Recorder
+from fivefold.collectives.record import Primitive, Progress, Recorder
+from fivefold.collectives.work import RecordedWork, failure, one_by_one
 
 BACKEND = "fivefold"
 
-_NO_TIMEOUT = timedelta(0)  # torch's way of saying so
-
 Tensors: TypeAlias = Tensor | list[Tensor] | list[list[Tensor]]
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed: one line with this rank, the collective, its number, the axis and the peers."""
 
 
 def register(recorder: Recorder, timeout: timedelta) -> str:
@@ -57,18 +50,18 @@ def register(recorder: Recorder, timeout: timedelta) -> str:
 
 
 def _recorded(
-    primitive: Primitive, counted: int, method: str, *, one_by_one: bool = False, parts: bool = False
+    primitive: Primitive, counted: int, method: str, *, each: bool = False, parts: bool = False
 ) -> Callable[..., Work]:
     """A method of RecordingGroup that counts its argument number `counted` and calls gloo's `method`.
 
-    `parts`: that argument is this rank's part only. `one_by_one`: gloo has no such call for several tensors.
+    `parts`: that argument is this rank's part only. `each`: gloo has no such call for several tensors.
     """
 
     def collective(group: "RecordingGroup", *args: Any, **kwargs: Any) -> Work:
         size = _bytes(args[counted]) * (len(group.global_ranks) if parts else 1)
         start = getattr(group._gloo, method)
-        if one_by_one:
-            return group._run(primitive, size, lambda: _each(start, *args, **kwargs))
+        if each:
+            return group._run(primitive, size, lambda: one_by_one(start, *args, **kwargs))
         return group._run(primitive, size, lambda: start(*args, **kwargs))
 
     return collective
@@ -96,7 +89,8 @@ class RecordingGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor a subclass can use
         self.recorder = recorder
         self.global_ranks = global_ranks
-        self.number = 0  # of the collective entered last
+        self.progress = Progress(rank, global_ranks)
+        recorder.groups.append(self.progress)
         self._store = store
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
@@ -108,10 +102,10 @@ class RecordingGroup(dist.ProcessGroup):
     allgather = _recorded("all_gather", 0, "allgather")
     allgather_coalesced = _recorded("all_gather", 0, "allgather_coalesced")
     all_gather_single = _recorded("all_gather", 0, "_allgather_base")
-    all_gather_single_coalesced = _recorded("all_gather", 0, "_allgather_base", one_by_one=True)
+    all_gather_single_coalesced = _recorded("all_gather", 0, "_allgather_base", each=True)
     reduce_scatter = _recorded("reduce_scatter", 1, "reduce_scatter")
     reduce_scatter_single = _recorded("reduce_scatter", 1, "_reduce_scatter_base")
-    reduce_scatter_single_coalesced = _recorded("reduce_scatter", 1, "_reduce_scatter_base", one_by_one=True)
+    reduce_scatter_single_coalesced = _recorded("reduce_scatter", 1, "_reduce_scatter_base", each=True)
     alltoall = _recorded("all_to_all", 1, "alltoall")
     all_to_all_single = _recorded("all_to_all", 1, "alltoall_base")
     gather = _recorded("gather", 1, "gather", parts=True)  # only the root has outputs,
@@ -139,19 +133,26 @@ class RecordingGroup(dist.ProcessGroup):
 
     # Identity
 
-    @cached_property
+    @property
     def axis(self) -> str:
-        """The group's axis in the ledger. First read in a collective, when torch has set the description."""
-        return axis_of(self.group_desc)
+        """The group's axis in the ledger."""
+        return self.progress.axis
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's virtual methods, called from C++
         return BACKEND  # not "gloo": DDP would look for a gloo group inside
 
     def getGroupName(self) -> str:  # noqa: N802
-        return self._name
+        return self.progress.name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
+        self.progress.name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+        self.progress.axis = axis_of(description)
 
     def get_group_store(self) -> Store:
         return self._store
@@ -170,106 +171,28 @@ class RecordingGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self._gloo = None
+        if self.progress in self.recorder.groups:
+            self.recorder.groups.remove(self.progress)
 
-    def abort(self) -> None:
-        self._gloo = None
+    abort = shutdown
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._gloo.set_timeout(timeout)
 
-    def failure(
-        self, primitive: Primitive, number: int, error: RuntimeError, peer: int | None
-    ) -> CollectiveError:
-        """The one line for gloo's `error` in that collective; `peer` is the other end of a send or recv."""
-        me = self.rank()
-        peers = [r for i, r in enumerate(self.global_ranks) if i != me and peer in (None, i)]
-        others = (
-            f"with rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}" if peers else "alone"
-        )
-        return CollectiveError(
-            f"rank {self.global_ranks[me]}: {primitive} number {number} on axis {self.axis} {others} failed: "
-            f"{_cause(error)}"
-        )
-
     def _run(
         self, primitive: Primitive, size: int, start: Callable[[], Work], peer: int | None = None
     ) -> Work:
-        """Counts a collective of `size` bytes and starts it."""
-        self.number = number = self.number + 1
-        self.recorder.last = (self.axis, primitive, number)
+        """Counts a call of `size` bytes and starts it."""
+        axis = self.progress.axis
+        call = self.progress.enter(primitive, peer)
+        self.recorder.last = (axis, primitive, call.number)
         if len(self.global_ranks) > 1:
-            self.recorder.add(self.axis, primitive, size)
+            self.recorder.add(axis, primitive, size)
         try:
             work = start()
         except RuntimeError as error:
-            raise self.failure(primitive, number, error, peer) from error
-        return _RecordedWork(work, self, primitive, number, peer)
-
-
-class _RecordedWork(Work):
-    """Gloo's work, whose wait() raises CollectiveError."""
-
-    def __init__(
-        self, work: Work, group: RecordingGroup, primitive: Primitive, number: int, peer: int | None
-    ) -> None:
-        super().__init__()
-        self._work = work
-        self._group = group
-        self._call = (primitive, number, peer)
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        try:
-            return self._work.wait(timeout)
-        except RuntimeError as error:
-            primitive, number, peer = self._call
-            raise self._group.failure(primitive, number, error, peer) from error
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def is_success(self) -> bool:
-        return self._work.is_success()
-
-    def exception(self) -> Any:
-        return self._work.exception()
-
-    def result(self) -> list[Tensor]:
-        return self._work.result()
-
-    def synchronize(self) -> None:
-        self._work.synchronize()
-
-    def source_rank(self) -> int:
-        return self._work.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._work._source_rank()
-
-    def get_future(self) -> Any:
-        # Its error is gloo's own: renaming it takes a callback from gloo's thread for every collective.
-        return self._work.get_future()
-
-
-class _AllOf(Work):
-    """Several works as one."""
-
-    def __init__(self, works: list[Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def result(self) -> list[Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-    def get_future(self) -> Any:
-        return torch.futures.collect_all([work.get_future() for work in self._works])
+            raise failure(self.progress, call, error) from error
+        return RecordedWork(work, self.progress, call)
 
 
 def axis_of(description: str) -> str:
@@ -285,16 +208,3 @@ def _bytes(tensors: Tensors) -> int:
     if isinstance(tensors, Tensor):
         return tensors.nbytes
     return sum(map(_bytes, tensors))
-
-
-def _each(
-    start: Callable[..., Work], outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any
-) -> Work:
-    works = [start(o, i, *args, **kwargs) for o, i in zip(outputs, inputs, strict=True)]
-    return works[0] if len(works) == 1 else _AllOf(works)
-
-
-def _cause(error: RuntimeError) -> str:
-    """Gloo's message without the place in its source, its advice and its line breaks."""
-    text = re.sub(r"\[[^\[\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error))
-    return " ".join(text.partition(". This is typically")[0].split())

@@ -5,10 +5,11 @@ output; reduce_scatter and all_to_all = the input (own part and padding included
 parts of all ranks together; send and recv = the message.
 """
 
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward", "gradient", "optimizer", "step"]
 Primitive = Literal[
@@ -29,6 +30,7 @@ Primitive = Literal[
 # its own, the reductions run from hooks inside backward. All else (gathered parameters) stays "backward".
 _GRADIENT_AXES = frozenset({"dp_replicate", "dp_shard", "dp_shard_cp", "embedding"})
 _REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
+_MESSAGES = frozenset({"send", "recv"})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,18 +44,56 @@ class Row:
     bytes_per_rank: int
 
 
+class Call(NamedTuple):
+    """One call in a group. `number` runs from 1 over the group's collectives, and apart over its messages (send and
+    recv): so a collective has the same number on every rank. `peer` is the other end of a message, as a rank
+    within the group, if it is known. `since` is a time on this process's monotonic clock, in seconds.
+    """
+
+    primitive: Primitive
+    number: int
+    peer: int | None
+    since: float
+
+
+class Progress:
+    """How far this rank has come in one group: the call entered last, and the call it waits in, if any."""
+
+    def __init__(self, rank: int, ranks: list[int]) -> None:
+        self.rank = rank  # within the group
+        self.ranks = ranks  # global, in the group's order
+        self.name = ""  # torch's, the same on every rank
+        self.axis = ""
+        self.collectives = 0
+        self.messages = 0
+        self.entered: Call | None = None
+        self.waiting: Call | None = None
+        self.waiting_since = 0.0
+        self.waited_seconds = 0.0  # in calls that have ended
+
+    def enter(self, primitive: Primitive, peer: int | None) -> Call:
+        """Notes that this rank begins a call."""
+        if primitive in _MESSAGES:
+            self.messages = number = self.messages + 1
+        else:
+            self.collectives = number = self.collectives + 1
+        self.entered = call = Call(primitive, number, peer, time.monotonic())
+        return call
+
+
 class Recorder:
     """Counts the collectives of one rank.
 
     `current_phase` is a plain attribute, not a thread's own: on a GPU, backward runs in another thread. The
-    axes in `excluded` are never counted. `last` is the collective entered last, counted or not, as (axis,
-    primitive, running number within its group, from 1): what a rank was in when something broke.
+    axes in `excluded` are never counted. Counted or not, a call leaves its trace in `groups` (the groups alive)
+    and in `last` (axis, primitive, number): what a rank was in when something broke.
     """
 
     def __init__(self, excluded: Collection[str] = ("checkpoint",)) -> None:
         self.excluded = frozenset(excluded)
         self.current_phase: Phase = "step"
         self.last: tuple[str, str, int] | None = None
+        self.groups: list[Progress] = []
         self._pauses = 0
         self._cells: dict[tuple[str, str, str], list[int]] = {}  # (axis, primitive, phase) → [count, bytes]
 
@@ -70,6 +110,11 @@ class Recorder:
             self._cells[key] = cell = [0, 0]
         cell[0] += 1
         cell[1] += size
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds this rank has waited in collectives so far: communication that nothing hid."""
+        return sum(group.waited_seconds for group in self.groups if group.axis not in self.excluded)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

@@ -19,10 +19,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint that ends an error line: the nearest known word, else all of them."""
     names = sorted(known)
     close = get_close_matches(word, names, n=1, cutoff=0.5)
-    return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(names)
+    return f'did you mean "{close[0]}"?' if close else "known: " + (", ".join(names) or "none")
 
 
-def nearest(value: int, legal: Iterable[int], count: int = 2) -> str:
-    """The legal values around `value`, for an error line."""
-    ranked = sorted(set(legal), key=lambda candidate: (abs(candidate - value), candidate))[:count]
-    return " or ".join(str(candidate) for candidate in sorted(ranked))
+def nearest(value: int, legal: Iterable[int]) -> str:
+    """The legal values next below and above `value`, which is none, for an error line."""
+    candidates = list(legal)
+    below = max((candidate for candidate in candidates if candidate < value), default=None)
+    above = min((candidate for candidate in candidates if candidate > value), default=None)
+    return " or ".join(str(candidate) for candidate in (below, above) if candidate is not None)
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The positive multiples of `unit` next below and above `value`, which is none, for an error line."""
+    below = value // unit * unit
+    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple > 0)
+
+
+def shortened(text: str, length: int = 80) -> str:
+    """`text` as an error line can quote it."""
+    return text if len(text) <= length else text[: length - 1] + "…"

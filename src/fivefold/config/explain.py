@@ -8,7 +8,11 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from fivefold.config.errors import did_you_mean
 from fivefold.config.tree import Config
+
+KeyPath = tuple[str, ...]
+"""A key or section by the names that lead to it: ("model", "experts", "count")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +31,31 @@ def entries() -> tuple[Entry, ...]:
     return tuple(_walk(Config, ""))
 
 
-def entry(key: str) -> Entry | None:
-    """The entry of one key, or None."""
-    return next((item for item in entries() if item.key == key), None)
-
-
 @cache
 def sections() -> dict[str, str]:
     """Each section's name with the first line of its documentation."""
     return {name: (section.__doc__ or "").strip() for name, section in _sections(Config, "")}
+
+
+@cache
+def key_paths() -> dict[KeyPath, Entry]:
+    """The entry of every key."""
+    return {tuple(item.key.split(".")): item for item in entries()}
+
+
+@cache
+def section_paths() -> frozenset[KeyPath]:
+    """All sections."""
+    return frozenset(tuple(name.split(".")) for name in sections())
+
+
+def hint(path: KeyPath) -> str:
+    """What was probably meant by a key that does not exist; ends an error line."""
+    known = key_paths().keys() | section_paths()
+    if elsewhere := sorted(".".join(other) for other in known if other[-1] == path[-1]):
+        return "did you mean " + " or ".join(f'"{other}"' for other in elsewhere) + "?"
+    *section, name = next(path[:end] for end in range(1, len(path) + 1) if path[:end] not in known)
+    return did_you_mean(name, {other[-1] for other in known if list(other[:-1]) == section})
 
 
 def _walk(struct: type[msgspec.Struct], prefix: str) -> Iterator[Entry]:
@@ -48,7 +68,7 @@ def _walk(struct: type[msgspec.Struct], prefix: str) -> Iterator[Entry]:
         if nested is not None:
             yield from _walk(nested, key + ".")
         else:
-            yield Entry(key, _type_text(node), field.default, description)
+            yield Entry(key, _type_text(field.type), field.default, description)
 
 
 def _sections(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, type[msgspec.Struct]]]:
@@ -74,7 +94,8 @@ def _struct(node: inspect.Type) -> type[msgspec.Struct] | None:
 
 
 def _type_text(node: inspect.Type) -> str:
-    node = _unwrap(node)[0]
+    if isinstance(node, inspect.Metadata):
+        return str((node.extra_json_schema or {}).get("title", "")) or _type_text(node.type)
     if isinstance(node, inspect.LiteralType):
         return "one of " + ", ".join(msgspec.json.encode(value).decode() for value in node.values)
     if isinstance(node, inspect.IntType | inspect.FloatType):
@@ -88,7 +109,7 @@ def _type_text(node: inspect.Type) -> str:
     if isinstance(node, inspect.BoolType):
         return "true or false"
     if isinstance(node, inspect.StrType):
-        return "text"
+        return "text, not empty" if node.min_length else "text"
     if isinstance(node, inspect.TupleType):
         return f"a list of {len(node.item_types)} ({', '.join(map(_type_text, node.item_types))})"
     if isinstance(node, inspect.VarTupleType):

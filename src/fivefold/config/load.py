@@ -1,18 +1,22 @@
 """TOML in and out: presets laid underneath, overrides on top, every error with its line."""
 
+import json
+import os.path
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tomli_w
 
-from fivefold.config.errors import ConfigError, did_you_mean
-from fivefold.config.explain import entries, entry
+from fivefold.config.errors import ConfigError, did_you_mean, shortened
+from fivefold.config.explain import KeyPath, hint, key_paths, section_paths
 from fivefold.config.tree import Config
 
 Table = dict[str, Any]
@@ -23,29 +27,24 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         source: path of a TOML file, of a run directory (its config.toml), or the name of a run preset.
-        overrides: `section.key=value` strings; the value is TOML, or plain text where TOML fails.
+        overrides: `section.key=value` strings; the value is TOML, or plain text where that fails.
 
     Raises:
         ConfigError: one line with the place (file and line, or the override) and what would be right.
     """
-    text, where = _read(source)
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where}: not TOML: {error}") from None
-    places = _Places(where, text)
-    for override in overrides:
-        _apply_override(table, override, places)
-    _check_keys(table, places)
-    name = table.get("model", {}).get("preset", "")
-    if isinstance(name, str) and name:
-        table["model"] = _merge(_preset_table("models", name, places), table["model"])
-    run = table.setdefault("run", {})
+    sources = [_file(*_read(source)), *(_override(text) for text in overrides)]
+    table: Table = {}
+    for each in sources:
+        _check(each, each.table)
+        table = _merge(table, each.table)
+    model, run = table.setdefault("model", {}), table.setdefault("run", {})
+    if isinstance(preset := model.get("preset"), str) and preset:
+        table["model"] = _merge(_preset_table("models", "model.preset", preset, sources), model)
     if not run.get("name"):
         run["name"] = _default_name(source)
-    if Path(source).is_dir():
+    if os.path.isdir(source):
         run["dir"] = source  # also when the run has been moved
-    return _convert(table, places)
+    return _convert(table, sources)
 
 
 def written_keys(source: str, overrides: Sequence[str] = ()) -> frozenset[str]:
@@ -60,8 +59,14 @@ def written_keys(source: str, overrides: Sequence[str] = ()) -> frozenset[str]:
 
 
 def parse(text: str, where: str = "config") -> Config:
-    """The config written in `text`, complete in itself (no presets, no derived names)."""
-    return _convert(tomllib.loads(text), _Places(where, text))
+    """The config written in `text`, complete in itself (no presets, no derived names).
+
+    Raises:
+        ConfigError: as `load` does.
+    """
+    source = _file(text, where)
+    _check(source, source.table)
+    return _convert(source.table, [source])
 
 
 def dump(config: Config) -> str:
@@ -71,153 +76,205 @@ def dump(config: Config) -> str:
 
 def preset_names(kind: str) -> list[str]:
     """Names of the presets of a kind: "models", "clusters" or "runs"."""
-    return sorted(
-        item.name.removesuffix(".toml") for item in _presets(kind).iterdir() if item.name.endswith(".toml")
-    )
+    directory = _presets(kind)
+    names = [item.name for item in directory.iterdir()] if directory.is_dir() else []
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
-class _Places:
-    """Where each key was written, for error lines."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where keys were written: a file, or one override (which has no lines)."""
 
-    def __init__(self, where: str, text: str) -> None:
-        self.where = where
-        self.lines = _key_lines(text)
-        self.overrides: dict[str, str] = {}
+    table: Table
+    where: str
+    text: str = ""
 
-    def of(self, key: str) -> str:
-        for written, override in self.overrides.items():
-            if key == written or key.startswith(written + "."):
-                return f"--set {override}"
-        while key:
-            if key in self.lines:
-                return f"{self.where}:{self.lines[key]}"
-            key = key.rpartition(".")[0]
-        return self.where
+    def holds(self, path: KeyPath) -> bool:
+        node: Any = self.table
+        for name in path:
+            if not isinstance(node, dict) or name not in node:
+                return False
+            node = node[name]
+        return True
+
+    def error(self, path: KeyPath, problem: str) -> ConfigError:
+        """A line about a key: where it is written (its line, or its section's), its name, and `problem`."""
+        lines = _key_lines(self.text)
+        above = (path[:end] for end in range(len(path), 0, -1))
+        place = next((f"{self.where}:{lines[key]}" for key in above if key in lines), self.where)
+        return ConfigError(f"{place}: {_shown_key(path)}{problem}")
 
 
-def _key_lines(text: str) -> dict[str, int]:
-    lines: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if heading := re.match(r"\s*\[\s*([^\[\]]+?)\s*\]", line):
-            table = heading[1]
-            lines.setdefault(table, number)
-        elif assignment := re.match(r"""\s*([\w."'-]+?)\s*=""", line):
-            key = assignment[1].replace('"', "").replace("'", "")
-            lines.setdefault(f"{table}.{key}" if table else key, number)
-    return lines
+def _origin(path: KeyPath, sources: Sequence[_Source]) -> _Source:
+    """Where the value of a key comes from: the last source that gives it, else the file."""
+    return next((each for each in reversed(sources) if each.holds(path)), sources[0])
+
+
+def _key_lines(text: str) -> dict[KeyPath, int]:
+    """The line on which each key of a TOML text is first written: statement by statement, with TOML's parser."""
+    rows, found, section, start = text.split("\n"), dict[KeyPath, int](), KeyPath(), 0
+    for end in range(1, len(rows) + 1):
+        try:
+            written = list(_paths(tomllib.loads("\n".join(rows[start:end]))))
+        except tomllib.TOMLDecodeError:  # the statement goes on in the next line
+            continue
+        is_heading = rows[start].lstrip().startswith("[")
+        above = KeyPath() if is_heading else section
+        for path in written:
+            found.setdefault(above + path, start + 1)
+        section = written[-1] if is_heading else section
+        start = end
+    return found
+
+
+def _paths(table: Table) -> Iterator[KeyPath]:
+    for name, value in table.items():
+        yield (name,)
+        inner = value[0] if isinstance(value, list) and value else value
+        if isinstance(inner, dict):
+            yield from ((name, *path) for path in _paths(inner))
+
+
+def _file(text: str, where: str) -> _Source:
+    return _Source(_toml(text, where), where, text)
+
+
+def _toml(text: str, where: str) -> Table:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers and dates that cannot be
+        problem, _, place = str(error).rpartition(" (at ")
+        numbers = re.findall(r"\d+", place) or [str(text.rstrip().count("\n") + 1)]
+        raise ConfigError(f"{where}:{numbers[0]}: not TOML: {problem or error}") from None
 
 
 def _read(source: str) -> tuple[str, str]:
+    """The text of a config, and what to call it. os.path answers "no" where a path cannot even be one."""
     path = Path(source)
-    if path.is_dir():
+    if source and os.path.isdir(path):
         path = path / "config.toml"
         if not path.is_file():
             raise ConfigError(f"{source}: a directory without config.toml is not a run directory")
-    if path.is_file():
+    if os.path.isfile(path):
         try:
-            return path.read_text(encoding="utf-8"), str(path)
+            return path.read_text(encoding="utf-8-sig"), str(path)
         except UnicodeDecodeError:
             raise ConfigError(f"{path}: not a text file; a config is TOML in UTF-8") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     presets = preset_names("runs")
     if source in presets:
-        return (_presets("runs") / f"{source}.toml").read_text(encoding="utf-8"), f"preset {source}"
-    raise ConfigError(f"{source}: no such file, run directory or run preset; {did_you_mean(source, presets)}")
+        return _preset_text("runs", source), f"preset {source}"
+    raise ConfigError(
+        f'"{shortened(source)}": no such file, run directory or run preset; {did_you_mean(source, presets)}'
+    )
 
 
 def _presets(kind: str) -> Traversable:
     return files("fivefold") / "presets" / kind
 
 
-def _preset_table(kind: str, name: str, places: _Places) -> Table:
+def _preset_text(kind: str, name: str) -> str:
+    return (_presets(kind) / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def _preset_table(kind: str, key: str, name: str, sources: Sequence[_Source]) -> Table:
     names = preset_names(kind)
     if name not in names:
-        key = {"models": "model.preset", "clusters": "cluster.preset"}[kind]
-        raise ConfigError(f'{places.of(key)}: {key} = "{name}": unknown preset; {did_you_mean(name, names)}')
-    return tomllib.loads((_presets(kind) / f"{name}.toml").read_text(encoding="utf-8"))
+        path = tuple(key.split("."))
+        problem = f" = {_shown(name)}: unknown preset; {did_you_mean(name, names)}"
+        raise _origin(path, sources).error(path, problem)
+    return tomllib.loads(_preset_text(kind, name))
 
 
 def _default_name(source: str) -> str:
     path = Path(source)
-    return path.name if path.is_dir() else path.name.removesuffix(".toml")
+    name = path.resolve().name if path.is_dir() else path.name.removesuffix(".toml")
+    return name.lstrip(".") or "run"
 
 
-def _apply_override(table: Table, override: str, places: _Places) -> None:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or "." not in key:
-        raise ConfigError(f'--set {override}: expected section.key=value, e.g. "run.steps=10"')
+def _override(text: str) -> _Source:
+    where = f"--set {shortened(text)}"
+    key, _, written = text.partition("=")
+    names = [name.strip() for name in key.split(".")]
+    if "=" not in text or len(names) < 2 or not all(names):
+        raise ConfigError(f'{where}: expected section.key=value, e.g. "run.steps=10"')
+    table: Any = _value(tuple(names), written)
+    for name in reversed(names):
+        table = {name: table}
+    return _Source(table, where)
+
+
+def _value(path: KeyPath, written: str) -> Any:
+    """What an override gives: one TOML value, else plain text; a key of text reads 2026-01-01 as text, too."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        table = table.setdefault(parent, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f'--set {override}: "{parent}" is a key, not a section')
-    table[leaf] = value
-    places.overrides[key] = override
+        table = tomllib.loads(f"value = {written}")
+    except (ValueError, RecursionError):
+        return written.strip()
+    known, value = key_paths().get(path), table["value"]
+    is_text = len(table) > 1 or (known and isinstance(known.default, str) and not isinstance(value, str))
+    return written.strip() if is_text else value
 
 
-def _check_keys(table: Table, places: _Places) -> None:
-    known = {item.key for item in entries()}
-    sections = {part for key in known for part in _prefixes(key)}
-
-    def walk(node: Table, prefix: str) -> None:
-        for name, value in node.items():
-            key = f"{prefix}.{name}" if prefix else name
-            if key in sections:
-                if not isinstance(value, dict):
-                    raise ConfigError(f"{places.of(key)}: {key} is a section: write [{key}]")
-                walk(value, key)
-            elif key not in known:
-                raise ConfigError(f"{places.of(key)}: {key}: unknown key; {_key_hint(key, known, sections)}")
-
-    walk(table, "")
+def _check(source: _Source, node: Table, above: KeyPath = ()) -> None:
+    """Refuses keys that do not exist and values that no key can have."""
+    for name, value in node.items():
+        path = (*above, name)
+        if path in section_paths():
+            if not isinstance(value, dict):
+                raise source.error(path, f": a section, not a value; give its keys, e.g. {_first_key(path)}")
+            _check(source, value, path)
+        elif path not in key_paths():
+            raise source.error(path, f": unknown key; {hint(path)}")
+        elif flaw := _flaw(value):
+            raise source.error(path, f" = {_shown(value)}: {flaw}")
 
 
-def _prefixes(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
+def _first_key(section: KeyPath) -> str:
+    return next(item.key for path, item in key_paths().items() if path[: len(section)] == section)
 
 
-def _key_hint(key: str, known: set[str], sections: set[str]) -> str:
-    section, _, name = key.rpartition(".")
-    if section not in sections and section:
-        return did_you_mean(section, sections)
-    siblings = {item.removeprefix(section + ".") for item in known if item.rpartition(".")[0] == section}
-    elsewhere = sorted(item for item in known if item.rpartition(".")[2] == name)
-    if elsewhere:
-        return f'did you mean "{elsewhere[0]}"?'
-    return did_you_mean(name, siblings or sections)
+def _flaw(value: Any) -> str:
+    """What no value of any key may be; "" where it is none of that."""
+    if isinstance(value, list):
+        return next(filter(None, map(_flaw, value)), "")
+    if isinstance(value, float) and not isfinite(value):
+        return "expected a finite number"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return "expected a whole number of at most 64 bits"
+    if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
+        return "expected text without control characters, in UTF-8"
+    return ""
 
 
-def _convert(table: Table, places: _Places) -> Config:
+def _convert(table: Table, sources: Sequence[_Source]) -> Config:
     try:
         return msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
-        problem, _, path = str(error).partition(" - at `$")
-        key = re.sub(r"\[.*\]", "", path.strip("`.")).strip(".")
-        raise ConfigError(_type_error(key, problem, table, places)) from None
-
-
-def _type_error(key: str, problem: str, table: Table, places: _Places) -> str:
+        problem, _, at = str(error).partition(" - at `$.")
+        path = tuple(re.sub(r"\[.*\]", "", at.rstrip("`")).split("."))
     value: Any = table
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else value
-    wanted = entry(key)
-    shown = msgspec.json.encode(value).decode() if not isinstance(value, dict) else "{…}"
-    return f"{places.of(key)}: {key} = {shown}: expected {wanted.type if wanted else problem}"
+    for name in path:
+        value = value[name]
+    known = key_paths().get(path)
+    raise _origin(path, sources).error(
+        path, f" = {_shown(value)}: expected {known.type if known else problem}"
+    )
+
+
+def _shown_key(path: KeyPath) -> str:
+    return ".".join(name if re.fullmatch(r"[\w-]+", name) else _shown(name) for name in path)
+
+
+def _shown(value: Any) -> str:
+    return "{…}" if isinstance(value, dict) else shortened(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _merge(base: Table, over: Table) -> Table:
     merged = dict(base)
     for key, value in over.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = _merge(merged[key], value)
-        else:
-            merged[key] = value
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
 
 

@@ -8,6 +8,12 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
+Role = Literal["embedding", "norm", "bias", "attention", "ffn", "expert", "router", "head"]
+"""What a parameter does in the model (see `spec.parameters`)."""
+
+Ranks = Annotated[int, Meta(le=1 << 20)]
+Decay = Annotated[float, Meta(ge=0.0, lt=1.0)]
+
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections: immutable, keys by name only, unknown keys refused."""
@@ -31,7 +37,7 @@ class RopeScaling(Section, frozen=True):
 class Experts(Section, frozen=True):
     """Mixture of experts. `count = 0` is a dense model."""
 
-    count: Annotated[int, Meta(ge=0, description="Routed experts per layer; 0 = dense.")] = 0
+    count: Annotated[int, Meta(ge=0, le=65536, description="Routed experts per layer; 0 = dense.")] = 0
     top_k: Annotated[int, Meta(ge=1, description="Experts each token is sent to.")] = 2
     ffn: Annotated[int, Meta(ge=0, description="Feed-forward width of one routed expert.")] = 0
     shared_ffn: Annotated[
@@ -78,9 +84,9 @@ class Model(Section, frozen=True):
     """The decoder. A preset gives the sizes; single keys override them."""
 
     preset: Annotated[str, Meta(description="Name of a model preset (`fivefold config presets`).")] = ""
-    layers: Annotated[int, Meta(ge=1, description="Decoder layers.")] = 4
+    layers: Annotated[int, Meta(ge=1, le=10000, description="Decoder layers.")] = 4
     hidden: Annotated[int, Meta(ge=1, description="Width of the residual stream.")] = 256
-    heads: Annotated[int, Meta(ge=1, description="Query heads.")] = 8
+    heads: Annotated[int, Meta(ge=1, le=65536, description="Query heads.")] = 8
     kv_heads: Annotated[int, Meta(ge=0, description="Key/value heads; 0 = as many as query heads.")] = 0
     head_dim: Annotated[int, Meta(ge=0, description="Width of a head; 0 = hidden / heads.")] = 0
     ffn: Annotated[int, Meta(ge=0, description="Feed-forward width of a dense layer.")] = 688
@@ -133,17 +139,17 @@ class Cluster(Section, frozen=True):
 class Parallel(Section, frozen=True):
     """The layout. Axes outermost first: pp, dp_replicate, dp_shard, cp, tp; ep re-uses dp_shard × cp."""
 
-    pp: Annotated[int, Meta(ge=-1, description="Pipeline-parallel degree.")] = 1
+    pp: Annotated[Ranks, Meta(ge=-1, description="Pipeline-parallel degree.")] = 1
     dp_replicate: Annotated[
-        int, Meta(ge=-1, description="Data-parallel replicas that hold the same shards.")
+        Ranks, Meta(ge=-1, description="Data-parallel replicas that hold the same shards.")
     ] = 1
     dp_shard: Annotated[
-        int, Meta(ge=-1, description="Data-parallel ranks that `zero` splits state over; -1 = all left.")
+        Ranks, Meta(ge=-1, description="Data-parallel ranks that `zero` splits state over; -1 = all left.")
     ] = -1
-    cp: Annotated[int, Meta(ge=-1, description="Context-parallel degree (splits the sequence).")] = 1
-    tp: Annotated[int, Meta(ge=-1, description="Tensor-parallel degree (innermost: inside a node).")] = 1
+    cp: Annotated[Ranks, Meta(ge=-1, description="Context-parallel degree (splits the sequence).")] = 1
+    tp: Annotated[Ranks, Meta(ge=-1, description="Tensor-parallel degree (innermost: inside a node).")] = 1
     ep: Annotated[
-        int, Meta(ge=1, description="Expert-parallel degree; takes no ranks, divides dp_shard × cp.")
+        Ranks, Meta(ge=1, description="Expert-parallel degree; takes no ranks, divides dp_shard × cp.")
     ] = 1
     zero: Annotated[
         Literal[0, 1, 2, 3],
@@ -174,7 +180,12 @@ class Parallel(Section, frozen=True):
 class Batch(Section, frozen=True):
     """Give the global batch and the micro-batch; accumulation is derived and printed with its reason."""
 
-    global_batch: Annotated[int, Meta(ge=0, description="Sequences per optimizer step, over all ranks.")] = 0
+    global_batch: Annotated[
+        int,
+        Meta(
+            ge=0, description="Sequences per optimizer step, over all ranks; 0 = one micro-batch a replica."
+        ),
+    ] = 0
     global_batch_tokens: Annotated[
         int, Meta(ge=0, description="The same in tokens: a multiple of sequence_length. Give one of the two.")
     ] = 0
@@ -210,12 +221,12 @@ class Optimizer(Section, frozen=True):
     lr_reference_batch: Annotated[
         int, Meta(ge=0, description="Global batch, in sequences, that `lr` was tuned at; 0 = this run's.")
     ] = 0
-    betas: Annotated[tuple[float, float], Meta(description="AdamW's decay rates.")] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Meta(description="AdamW's decay rates.")] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0.0, description="AdamW's denominator offset.")] = 1e-8
     momentum: Annotated[float, Meta(ge=0.0, lt=1.0, description="SGD's momentum.")] = 0.9
     weight_decay: Annotated[float, Meta(ge=0.0, description="Decoupled decay of decayed parameters.")] = 0.1
     no_decay: Annotated[
-        tuple[str, ...], Meta(description="Roles of parameters without decay (see `spec.parameters`).")
+        tuple[Role, ...], Meta(description="Roles of parameters without decay (see `spec.parameters`).")
     ] = ("norm", "bias", "embedding")
     clip: Annotated[
         float, Meta(ge=0.0, description="Largest norm of the whole gradient; 0 = no clipping.")
@@ -247,14 +258,18 @@ class Data(Section, frozen=True):
 
     path: Annotated[
         str,
-        Meta(description='A text file, a directory of them, or "python:stdlib" (this Python\'s own source).'),
+        Meta(
+            min_length=1,
+            description='A text file, a directory of them, or "python:stdlib" (this Python\'s own source).',
+        ),
     ] = "python:stdlib"
     tokenizer: Annotated[
         str,
         Meta(description="A tokenizer.json; empty = train a byte-pair tokenizer of model.vocab on the data."),
     ] = ""
     cache_dir: Annotated[
-        str, Meta(description="Where tokenizers and token shards are kept; shared by all ranks.")
+        str,
+        Meta(min_length=1, description="Where tokenizers and token shards are kept; shared by all ranks."),
     ] = "runs/data"
     document_mask: Annotated[
         bool,
@@ -268,14 +283,21 @@ class Data(Section, frozen=True):
 class Run(Section, frozen=True):
     """One run: how long, where, from which seed, on how many local ranks."""
 
-    name: Annotated[str, Meta(description="Name of the run; empty = name of the config file.")] = ""
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^([^./\\][^/\\]*)?$",
+            title="text without a slash in it or a dot in front",
+            description="Name of the run; empty = name of the config file.",
+        ),
+    ] = ""
     dir: Annotated[
         str, Meta(description="Run directory; empty = runs/NAME, or runs/NAME-2 … if that holds a run.")
     ] = ""
     steps: Annotated[int, Meta(ge=1, description="Optimizer steps.")] = 100
     seed: Annotated[int, Meta(ge=0, description="Seed of weights, data order and dropout.")] = 0
     ranks: Annotated[
-        int,
+        Ranks,
         Meta(ge=0, description="Local ranks to start; 0 = what the layout needs. Ignored under a launcher."),
     ] = 0
     eval_every: Annotated[int, Meta(ge=0, description="Steps between evaluations; 0 = only at the end.")] = 0
@@ -286,7 +308,7 @@ class Run(Section, frozen=True):
         int, Meta(ge=0, description="Tokens of sample text written at the end of the run; 0 = none.")
     ] = 0
     timeout_seconds: Annotated[
-        float, Meta(gt=0.0, description="A collective that takes longer is an error.")
+        float, Meta(gt=0.0, le=1e7, description="A collective that takes longer is an error.")
     ] = 300.0
 
 

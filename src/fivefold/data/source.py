@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from fivefold.config.errors import BadInput
+from fivefold.config.errors import BadInput, shortened
 from fivefold.config.tree import Data
 
 STDLIB = "python:stdlib"
@@ -32,11 +32,11 @@ def text_files(path: str) -> list[Path]:
     if path == STDLIB:
         root, suffix, skipped = Path(sysconfig.get_path("stdlib")), ".py", {"site-packages", "dist-packages"}
     else:
-        root, suffix, skipped = Path(path).expanduser(), "", set[str]()
-        if root.is_file():
+        root, suffix, skipped = Path(os.path.expanduser(path)), "", set[str]()
+        if os.path.isfile(root):
             return [root]
-    if not root.is_dir():
-        raise DataError(f'data.path: no file or directory {root}; give one, or "{STDLIB}"')
+    if not os.path.isdir(root):  # os.path: also where a path is too long to be one
+        raise DataError(f'data.path: no file or directory {shortened(str(root))}; give one, or "{STDLIB}"')
     files = sorted(_walk(root, suffix, skipped | {"__pycache__"}), key=lambda file: file.as_posix())
     if not files:
         raise DataError(
@@ -48,8 +48,9 @@ def text_files(path: str) -> list[Path]:
 def check_paths(data: Data) -> None:
     """Raises DataError if `data.path` or `data.tokenizer` names nothing that can be read; reads no text."""
     text_files(data.path)
-    if data.tokenizer and not Path(data.tokenizer).expanduser().is_file():
-        raise DataError(f"data.tokenizer: {data.tokenizer} is not a file; give the path of a tokenizer.json")
+    if data.tokenizer and not os.path.isfile(os.path.expanduser(data.tokenizer)):
+        path = shortened(data.tokenizer)
+        raise DataError(f"data.tokenizer: {path} is not a file; give the path of a tokenizer.json")
 
 
 def _walk(root: Path, suffix: str, skipped: set[str]) -> Iterator[Path]:

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from fivefold.config.tree import Model
+from fivefold.nn.blocked_attention import blocked_causal_attention
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import Rotary, apply_rotary
+
+KEPT_SEQUENCE = 2048
+"""On CPUs, the longest document whose attention probabilities are kept for backward; longer ones are computed
+again by torch's flash kernel, in memory that grows with the length and not with its square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     """
     grouped = query.shape[1] != key.shape[1]
     if segments.whole_rows:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return _causal(query, key, value, grouped)
     batch, heads, sequence, head_dim = query.shape
     packed = Packed(*(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))
     attend = _packed_flash if _has_packed_flash(query) else _document_by_document
@@ -80,12 +85,17 @@ def _packed_flash(packed: Packed, segments: Segments, grouped: bool) -> Tensor:
 
 def _document_by_document(packed: Packed, segments: Segments, grouped: bool) -> Tensor:
     lengths = list(segments.lengths)
-    query, key, value = (torch.split(x.transpose(0, 1), lengths, dim=1) for x in packed)
-    pieces = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        for q, k, v in zip(query, key, value, strict=True)
-    ]  # each [heads, length, head_dim]
-    return torch.cat(pieces, dim=1).transpose(0, 1)
+    query, key, value = (torch.split(x.transpose(0, 1).unsqueeze(0), lengths, dim=2) for x in packed)
+    pieces = [_causal(*document, grouped) for document in zip(query, key, value, strict=True)]
+    return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Tensor:
+    """One causal call; see `causal_attention` for the shapes."""
+    exact = query.dtype in (torch.float32, torch.float64)
+    if query.device.type == "cpu" and exact and query.shape[2] <= KEPT_SEQUENCE:
+        return blocked_causal_attention(query, key, value)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

@@ -14,11 +14,10 @@ from torch.utils.checkpoint import (
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MATMULS = frozenset(
+_KEPT = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -31,7 +30,7 @@ class Recompute:
     """Wraps the functions a mode recomputes.
 
     none: nothing. attention: the attention core. elementwise: everything in a layer but the outputs of
-    matmuls and attention. full: everything in a layer but its input.
+    projections and fused attention. full: everything in a layer but its input.
     """
 
     def __init__(self, mode: Literal["none", "attention", "elementwise", "full"]) -> None:
@@ -61,4 +60,4 @@ def _checkpointed(function: Callable[P, R], **options: Any) -> Callable[P, R]:
 
 
 def _keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -36,6 +36,11 @@ class StepClock:
         """A context manager: time inside it, less inner regions, is charged to `place` (see `PLACES`)."""
         return _Region(self, place)
 
+    def move(self, seconds: float, origin: Place, place: Place) -> None:
+        """Charges `seconds` that were charged to `origin` to `place` instead."""
+        self._seconds[origin] -= seconds
+        self._seconds[place] += seconds
+
     def lap(self) -> dict[Place, float]:
         """Seconds by place since the last lap (or since the clock was made), and starts the next lap."""
         self._charge()

@@ -31,4 +31,4 @@ def errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict
 
 
 def _difference(found: Tensor, reference: Tensor) -> float:
-    return float((found.double() - reference.double()).norm())
+    return float((found.detach().double() - reference.detach().double()).norm())

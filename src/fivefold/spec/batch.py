@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import cos, pi, sqrt
 
-from fivefold.config.errors import ConfigError, nearest
+from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Batch, Optimizer, Schedule
 from fivefold.spec.mesh import Mesh
 
@@ -42,36 +42,30 @@ def plan_batch(batch: Batch, mesh: Mesh) -> BatchPlan:
     """Derives accumulation.
 
     Raises:
-        ConfigError: neither or both batch keys given, or a batch that does not divide, with the two nearest
-            legal values.
+        ConfigError: both batch keys given, or a batch that does not divide, with the nearest legal values.
     """
     unit = batch.micro_batch * mesh.data_parallel
-    global_batch = _global_batch(batch, unit)
-    if global_batch % unit or global_batch == 0:
-        below = global_batch // unit * unit
-        legal = [value for value in (below, below + unit) if value > 0]
-        raise ConfigError(
-            f"batch.global_batch = {global_batch}: not a multiple of micro_batch {batch.micro_batch} × "
-            f"data-parallel {mesh.data_parallel} = {unit}; nearest legal: {' or '.join(map(str, legal))}"
-        )
+    factors = f"micro_batch {batch.micro_batch} × data-parallel {mesh.data_parallel}"
+    if batch.global_batch and batch.global_batch_tokens:
+        raise ConfigError("batch.global_batch and batch.global_batch_tokens: give one of the two")
+    if batch.global_batch_tokens:
+        factors = f"sequence_length {batch.sequence_length} × {factors}"
+        tokens = unit * batch.sequence_length
+        _check_multiple("batch.global_batch_tokens", batch.global_batch_tokens, tokens, factors)
+    else:
+        _check_multiple("batch.global_batch", batch.global_batch, unit, factors)
+    global_batch = batch.global_batch or batch.global_batch_tokens // batch.sequence_length or unit
     return BatchPlan(
         global_batch, batch.micro_batch, global_batch // unit, mesh.data_parallel, batch.sequence_length
     )
 
 
-def _global_batch(batch: Batch, unit: int) -> int:
-    if batch.global_batch and batch.global_batch_tokens:
-        raise ConfigError("batch.global_batch and batch.global_batch_tokens: give one of the two")
-    if not batch.global_batch_tokens:
-        return batch.global_batch or unit
-    if batch.global_batch_tokens % batch.sequence_length:
-        count = batch.global_batch_tokens // batch.sequence_length
-        legal = [n * batch.sequence_length for n in (count, count + 1) if n > 0]
+def _check_multiple(key: str, value: int, unit: int, factors: str) -> None:
+    if value % unit:
         raise ConfigError(
-            f"batch.global_batch_tokens = {batch.global_batch_tokens}: not a multiple of sequence_length "
-            f"{batch.sequence_length}; nearest legal: {nearest(batch.global_batch_tokens, legal)}"
+            f"{key} = {value}: not a multiple of {factors} = {unit}; nearest legal: "
+            f"{nearest_multiples(value, unit)}"
         )
-    return batch.global_batch_tokens // batch.sequence_length
 
 
 def peak_learning_rate(optimizer: Optimizer, global_batch: int) -> float:
@@ -126,10 +120,17 @@ class LearningRate:
 
 
 def learning_rate(optimizer: Optimizer, schedule: Schedule, plan: BatchPlan, steps: int) -> LearningRate:
-    """The learning-rate function of a run of `steps` optimizer steps."""
-    return LearningRate(
-        schedule,
-        peak_learning_rate(optimizer, plan.global_batch),
-        warmup_tokens(schedule, optimizer, plan),
-        steps * plan.global_batch_tokens,
-    )
+    """The learning-rate function of a run of `steps` optimizer steps.
+
+    Raises:
+        ConfigError: a warmup that the run would not see the end of.
+    """
+    warmup, total = warmup_tokens(schedule, optimizer, plan), steps * plan.global_batch_tokens
+    if warmup > total:
+        key = "warmup_tokens" if schedule.warmup_tokens else "warmup_steps"
+        raise ConfigError(
+            f"schedule.{key} = {getattr(schedule, key)}: {warmup} tokens of warmup, more than the whole run's "
+            f"{total}; expected at most {getattr(schedule, key) * total // warmup}, or run.steps of at least "
+            f"{-(-warmup // plan.global_batch_tokens)}"
+        )
+    return LearningRate(schedule, peak_learning_rate(optimizer, plan.global_batch), warmup, total)

@@ -1,12 +1,18 @@
 """What a config may ask for, decided before any process starts; refusals name the nearest legal values."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import gcd
 
 from fivefold.config.errors import ConfigError, nearest
 from fivefold.config.tree import Config, Model, Parallel
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
-from fivefold.spec.layout import Owned, Split, Unit, table
+from fivefold.spec.layout import Axis, Owned, Unit, table
 from fivefold.spec.mesh import Mesh, resolve
+from fivefold.spec.schedules import chunks_of, is_legal, nearest_legal
+
+MOST_DIVISOR = 1 << 16
+"""Divisors are looked for up to here: the tree allows no more heads and experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +36,11 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
     check_layout(config.model, config.parallel, mesh)
     if config.batch.sequence_length > config.model.max_positions:
         raise ConfigError(
-            f"batch.sequence_length = {config.batch.sequence_length}: longer than model.max_positions = "
-            f"{config.model.max_positions}"
+            f"batch.sequence_length = {config.batch.sequence_length}: longer than model.max_positions; "
+            f"expected at most {config.model.max_positions}"
         )
     batch = plan_batch(config.batch, mesh)
+    check_schedule(config.parallel, mesh, batch)
     return Resolved(
         config, mesh, batch, learning_rate(config.optimizer, config.schedule, batch, config.run.steps)
     )
@@ -41,24 +48,67 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
 
 def check_model(model: Model) -> None:
     """Refuses sizes that contradict each other."""
+    if problem := next(_contradictions(model), None):
+        raise ConfigError(problem)
+
+
+def _contradictions(model: Model) -> Iterator[str]:
     if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:
-        raise ConfigError(f"model.heads = {model.heads}: does not divide model.hidden = {model.hidden}")
+        legal = nearest(model.heads, _divisors(model.hidden))
+        yield f"model.heads = {model.heads}: does not divide model.hidden = {model.hidden}; nearest legal: {legal}"
     if model.heads % model.kv_heads:
-        raise ConfigError(
-            f"model.kv_heads = {model.kv_heads}: does not divide model.heads = {model.heads}; nearest legal: "
-            f"{nearest(model.kv_heads, _divisors(model.heads))}"
+        legal = nearest(model.kv_heads, _divisors(model.heads))
+        yield (
+            f"model.kv_heads = {model.kv_heads}: does not divide model.heads = {model.heads}; "
+            f"nearest legal: {legal}"
         )
     if model.positions == "rotary" and model.head_dim % 2 and not model.latent.kv_rank:
-        raise ConfigError(
-            f"model.head_dim = {model.head_dim}: rotary positions turn pairs, so it must be even"
+        yield f"model.head_dim = {model.head_dim}: rotary positions turn pairs, so it must be even"
+    scaling = model.rope_scaling
+    if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
+        yield (
+            f"model.rope_scaling.low_freq_factor = {scaling.low_freq_factor}: expected less than "
+            f"high_freq_factor = {scaling.high_freq_factor}"
         )
+    if _has_dense_layers(model) and not model.ffn:
+        yield "model.ffn = 0: dense layers need a width"
+    if model.experts.count:
+        yield from _expert_contradictions(model)
+    if model.latent.kv_rank:
+        yield from _latent_contradictions(model)
+
+
+def _expert_contradictions(model: Model) -> Iterator[str]:
     experts = model.experts
-    if experts.count and experts.top_k > experts.count:
-        raise ConfigError(
-            f"model.experts.top_k = {experts.top_k}: more than model.experts.count = {experts.count}"
+    if not experts.ffn:
+        yield "model.experts.ffn = 0: routed experts need a width"
+    if experts.dense_layers >= model.layers:
+        yield (
+            f"model.experts.dense_layers = {experts.dense_layers}: leaves none of the {model.layers} layers "
+            "to the experts"
         )
-    if experts.count and not experts.ffn:
-        raise ConfigError("model.experts.ffn = 0: routed experts need a width")
+    if experts.count % experts.groups:
+        legal = nearest(experts.groups, _divisors(experts.count))
+        yield (
+            f"model.experts.groups = {experts.groups}: does not divide model.experts.count = {experts.count}; "
+            f"nearest legal: {legal}"
+        )
+    if experts.top_groups > experts.groups:
+        yield f"model.experts.top_groups = {experts.top_groups}: expected at most groups = {experts.groups}"
+    eligible = experts.count * experts.top_groups // experts.groups
+    if experts.top_k > eligible:
+        of = f"{experts.top_groups} of {experts.groups} groups" if experts.groups > 1 else "the model"
+        yield f"model.experts.top_k = {experts.top_k}: expected at most {eligible}, the experts of {of}"
+
+
+def _latent_contradictions(model: Model) -> Iterator[str]:
+    latent = model.latent
+    if not latent.value_dim:
+        yield "model.latent.value_dim = 0: latent attention needs a width"
+    if not latent.nope_dim + latent.rope_dim:
+        yield "model.latent.nope_dim = rope_dim = 0: latent attention needs a width"
+    if latent.rope_dim % 2:
+        yield f"model.latent.rope_dim = {latent.rope_dim}: rotary positions turn pairs, so it must be even"
 
 
 def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
@@ -69,25 +119,78 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
             f"parallel.zero = {parallel.zero}: dp_shard × cp = 1, nothing to split over; "
             "set zero = 0 or dp_shard ≥ 2"
         )
-    if shards % parallel.ep:
+    if parallel.sequence_parallel and mesh.tp == 1:
         raise ConfigError(
-            f"parallel.ep = {parallel.ep}: does not divide dp_shard × cp = {shards}; nearest legal: "
-            f"{nearest(parallel.ep, _divisors(shards))}"
+            "parallel.sequence_parallel = true: belongs to tensor parallel, but tp = 1; set it to false"
         )
     if parallel.ep > 1 and not model.experts.count:
         raise ConfigError(f"parallel.ep = {parallel.ep}: the model has no experts; set ep = 1")
-    degrees = {"tp": mesh.tp, "ep": parallel.ep}
-    for _, axes in table(model):
-        for axis, placement in axes.items():
-            if degrees.get(axis, 1) > 1:
-                _check_units(model, axis, degrees[axis], placement)
-    if mesh.pp * parallel.chunks > model.layers:
+    _check_degree("tp", mesh.tp, _demands(model, "tp"))
+    _check_degree("ep", parallel.ep, [*_demands(model, "ep"), _Demand(shards, f"dp_shard × cp = {shards}")])
+    _check_stages(model, parallel, mesh)
+
+
+def check_schedule(parallel: Parallel, mesh: Mesh, batch: BatchPlan) -> None:
+    """Refuses a number of micro-batches that the pipeline schedule does not exist for."""
+    if mesh.pp > 1 and not is_legal(parallel.schedule, mesh.pp, batch.accumulation):
+        unit = batch.micro_batch * batch.data_parallel
+        legal = [count * unit for count in nearest_legal(parallel.schedule, mesh.pp, batch.accumulation)]
         raise ConfigError(
-            f"parallel.pp × chunks = {mesh.pp * parallel.chunks} stages: more than the model's "
-            f"{model.layers} layers"
+            f"batch.global_batch = {batch.global_batch}: schedule {parallel.schedule} on {mesh.pp} pipeline "
+            f"ranks cannot run {batch.accumulation} micro-batches; nearest legal: "
+            f"{nearest(batch.global_batch, legal)}"
         )
-    if parallel.sequence_parallel and mesh.tp == 1:
-        raise ConfigError("parallel.sequence_parallel = true: belongs to tensor parallel, but tp = 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Demand:
+    """What a degree must divide; with `replicable`, or be a multiple of."""
+
+    count: int
+    what: str
+    replicable: bool = False
+
+    def is_met(self, degree: int) -> bool:
+        return self.count % degree == 0 or (self.replicable and degree % self.count == 0)
+
+
+def _demands(model: Model, axis: Axis) -> Iterator[_Demand]:
+    """Of the layout table. What is padded demands nothing."""
+    for placement in {axes[axis].unit: axes[axis] for _, axes in table(model) if axis in axes}.values():
+        count = units(model, placement.unit)
+        if isinstance(placement, Owned):
+            yield _Demand(count, f"{count} {placement.unit}")
+        elif not placement.padded:
+            yield _Demand(count, f"{count} {placement.unit}", placement.replicable)
+
+
+def _check_degree(axis: Axis, degree: int, demands: Iterable[_Demand]) -> None:
+    demands = list(demands)
+    if failing := [demand.what for demand in demands if not demand.is_met(degree)]:
+        most = min(demand.count for demand in demands if not demand.replicable)
+        legal = [number for number in range(1, most + 1) if all(demand.is_met(number) for demand in demands)]
+        raise ConfigError(
+            f"parallel.{axis} = {degree}: does not divide {', '.join(failing)}; "
+            f"nearest legal: {nearest(degree, legal)}"
+        )
+
+
+def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
+    own = chunks_of(parallel.schedule, parallel.chunks)
+    if parallel.chunks > 1 and mesh.pp == 1:
+        raise ConfigError(
+            f"parallel.chunks = {parallel.chunks}: belongs to pipeline parallel, but pp = 1; set chunks = 1"
+        )
+    if parallel.chunks not in (1, own):
+        raise ConfigError(
+            f"parallel.chunks = {parallel.chunks}: schedule {parallel.schedule} has {own} a rank; "
+            f'set chunks = {own}, or schedule = "interleaved"'
+        )
+    if mesh.pp > 1 and mesh.pp * own > model.layers:
+        raise ConfigError(
+            f"parallel.pp × chunks = {mesh.pp} × {own} stages: more than the model's layers; "
+            f"expected at most {model.layers}"
+        )
 
 
 def check_trainable(resolved: Resolved) -> None:
@@ -115,29 +218,28 @@ def check_trainable(resolved: Resolved) -> None:
         raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")
 
 
-def _check_units(model: Model, axis: str, degree: int, placement: Split | Owned) -> None:
-    count = units(model, placement.unit)
-    if isinstance(placement, Split) and (
-        placement.padded or (placement.replicable and degree % count == 0 and degree > count)
-    ):
-        return
-    if count % degree:
-        raise ConfigError(
-            f"parallel.{axis} = {degree}: does not divide the model's {count} {placement.unit}; "
-            f"nearest legal: {nearest(degree, _divisors(count))}"
-        )
-
-
 def units(model: Model, unit: Unit) -> int:
     """How many of a unit the model has; of columns, the greatest number that every split width divides by."""
     return {
         "heads": model.heads,
         "KV heads": model.kv_heads,
-        "columns": model.experts.ffn if model.experts.count else model.ffn,
+        "columns": gcd(*_widths(model)),
         "vocabulary rows": model.vocab,
         "experts": model.experts.count,
     }[unit]
 
 
+def _widths(model: Model) -> Iterator[int]:
+    if _has_dense_layers(model):
+        yield model.ffn
+    if model.experts.count:
+        yield model.experts.ffn
+        yield model.experts.shared_ffn
+
+
+def _has_dense_layers(model: Model) -> bool:
+    return model.experts.count == 0 or model.experts.dense_layers > 0
+
+
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return [divisor for divisor in range(1, min(number, MOST_DIVISOR) + 1) if number % divisor == 0]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from fivefold.config.errors import ConfigError, nearest
+from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Parallel
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -83,16 +83,17 @@ def resolve(parallel: Parallel, world_size: int = 0) -> Mesh:
             raise ConfigError(f"parallel.{axis} = 0: expected at least 1, or -1 for the ranks that are left")
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
+        names = " = ".join(f"parallel.{axis}" for axis in open_axes)
         raise ConfigError(
-            f"parallel.{open_axes[0]} = parallel.{open_axes[1]} = -1: only one axis can take what is left"
+            f"{names} = -1: only one axis can take the ranks that are left (without a value: dp_shard)"
         )
     named = prod(degree for degree in degrees.values() if degree > 0)
     if open_axes:
         degrees[open_axes[0]] = _left(named, world_size, open_axes[0])
     elif world_size and named != world_size:
         raise ConfigError(
-            f"parallel: {_product(degrees)} = {named} ranks, but the run has {world_size}; "
-            f"set one axis to -1, or start {named} ranks"
+            f"parallel: {_product(degrees)} = {named} ranks, but the run has {world_size} (run.ranks, or the "
+            f"launcher's); set one axis to -1, or start {named} ranks"
         )
     if parallel.zero == 0:
         degrees["dp_replicate"] *= degrees["dp_shard"]
@@ -104,10 +105,9 @@ def _left(named: int, world_size: int, axis: str) -> int:
     if not world_size:
         return 1
     if world_size % named:
-        multiples = range(named, world_size + named + 1, named)
         raise ConfigError(
             f"parallel.{axis} = -1: the other axes take {named} ranks, which does not divide {world_size}; "
-            f"nearest legal rank counts: {nearest(world_size, multiples)}"
+            f"nearest legal rank counts: {nearest_multiples(world_size, named)}"
         )
     return world_size // named
 

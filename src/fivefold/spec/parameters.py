@@ -6,11 +6,8 @@ The single source for counts, initial values, checkpoint shapes and stage costs;
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Literal
 
-from fivefold.config.tree import Model
-
-Role = Literal["embedding", "norm", "bias", "attention", "ffn", "expert", "router", "head"]
+from fivefold.config.tree import Model, Role
 
 
 @dataclass(frozen=True, slots=True)

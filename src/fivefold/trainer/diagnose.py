@@ -1,6 +1,7 @@
 """Where a number that is not finite came from: the first module, rank, micro-batch and samples."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,55 +12,64 @@ from fivefold.parallel.apply import ParallelModel
 from fivefold.trainer.batches import MicroBatch
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """Where one rank first meets a bad number; the smallest of all ranks' findings is the origin."""
+
+    in_backward: bool
+    micro_batch: int
+    depth: int
+    text: str
+
+
 def first_non_finite(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> str:
     """One line on the origin of a non-finite loss or gradient. Collective; called while gradients still stand.
 
-    The forward is run again with every module's output looked at. If all outputs are finite the fault arose in
-    backward, and the last parameter in forward order whose gradient is not finite was the first to be reached.
+    The forward is run again with every module's output looked at. Where all outputs are finite the fault arose
+    in backward, and the last parameter in forward order whose gradient is not finite was the first reached.
     """
     found = _in_forward(model.module, micro_batches) or _in_gradients(model)
-    reports: list[str | None] = [found]
+    findings: list[Finding | None] = [found]
     if dist.is_initialized():
-        reports = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, found)
-    told = [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report]
-    return (
-        told[0] + (f" (and {len(told) - 1} more ranks)" if len(told) > 1 else "")
-        if told
-        else "not found again"
-    )
+        findings = [None] * dist.get_world_size()
+        dist.all_gather_object(findings, found)
+    told = [(finding, rank) for rank, finding in enumerate(findings) if finding]
+    if not told:
+        return "not found again when the step was repeated"
+    finding, rank = min(told)
+    return f"rank {rank}: {finding.text}"
 
 
-def _in_forward(module: nn.Module, micro_batches: Sequence[MicroBatch]) -> str | None:
-    culprits: list[str] = []
+def _in_forward(module: nn.Module, micro_batches: Sequence[MicroBatch]) -> Finding | None:
+    culprits: list[str] = []  # in the order the modules end
 
     def watch(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not culprits and not bool(output.isfinite().all()):
+            if isinstance(output, Tensor) and not bool(output.isfinite().all()):
                 culprits.append(name)
 
         return hook
 
-    hooks = [part.register_forward_hook(watch(name or "loss")) for name, part in module.named_modules()]
-    report = None
+    names = [name for name, _ in module.named_modules()]
+    hooks = [part.register_forward_hook(watch(name)) for name, part in module.named_modules()]
+    found = None
     try:
         with torch.no_grad():
             for index, batch in enumerate(micro_batches):
                 module(batch.tokens, batch.segments, batch.labels)
-                if culprits and report is None:
-                    report = (
-                        f"output of {culprits[0]} in forward, micro-batch {index}, "
-                        f"samples {', '.join(map(str, batch.sample_ids))}"
-                    )
+                if culprits and found is None:
+                    samples = ", ".join(map(str, batch.sample_ids))
+                    text = f"output of {culprits[0] or 'the loss'} in forward, micro-batch {index}, samples {samples}"
+                    found = Finding(False, index, names.index(culprits[0]), text)
     finally:
         for hook in hooks:
             hook.remove()
-    return report
+    return found
 
 
-def _in_gradients(model: ParallelModel) -> str | None:
-    for parameter in reversed(model.parameters):
+def _in_gradients(model: ParallelModel) -> Finding | None:
+    for depth, parameter in enumerate(reversed(model.parameters)):
         gradient = parameter.gradient()
         if gradient is not None and not bool(gradient.isfinite().all()):
-            return f"gradient of {parameter.spec.name} in backward"
+            return Finding(True, 0, depth, f"gradient of {parameter.spec.name} in backward")
     return None

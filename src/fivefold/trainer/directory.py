@@ -1,6 +1,7 @@
 """The run directory: chosen so that no earlier run is touched, and what every run puts there."""
 
 import os
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from fivefold.config.load import dump
 from fivefold.config.tree import Config, Run
 
 CONFIG, CHECKPOINTS, TOKENIZER, METRICS = "config.toml", "checkpoints", "tokenizer.json", "metrics.jsonl"
+RUNS = Path("runs")
 
 
 def choose_directory(run: Run, resume: bool) -> Path:
@@ -18,34 +20,68 @@ def choose_directory(run: Run, resume: bool) -> Path:
     runs/NAME, or the first of runs/NAME-2, runs/NAME-3, … that is free.
 
     Raises:
-        BadInput: nothing to resume there, or a run is there already.
+        BadInput: nothing to resume there, a run is there already, or no directory can be made there.
     """
     if resume:
-        path = Path(run.dir or Path("runs") / run.name)
-        if not (path / CONFIG).is_file():
-            raise BadInput(f"{path}: no run to resume there (no {CONFIG})")
-        return path
-    if run.dir:
-        path = Path(run.dir)
-        if path.exists() and not path.is_dir():
-            raise BadInput(f"run.dir = {path}: exists and is not a directory")
-        if _holds_run(path):
+        path = _given(run) or RUNS / run.name
+        if not os.path.isfile(path / CONFIG):
             raise BadInput(
-                f"run.dir = {path}: holds a run already; go on with it by `fivefold train {path} --resume`, "
-                "or give another run.dir"
+                f"{path}: no run to resume there (no {CONFIG}); give the directory of one, or leave out --resume"
             )
         return path
-    names = (run.name if number == 1 else f"{run.name}-{number}" for number in count(1))
-    return next(path for path in (Path("runs") / name for name in names) if not _holds_run(path))
+    path = _given(run) or next(path for path in _numbered(RUNS / run.name) if not _holds_run(path))
+    _check_place(path)
+    if _holds_run(path):
+        raise BadInput(
+            f"run.dir = {path}: holds a run already; go on with it by `fivefold train {path} --resume`, "
+            "or give another run.dir"
+        )
+    return path
+
+
+def check_run(path: Path) -> None:
+    """Refuses a path that is neither a run directory nor a checkpoint in one.
+
+    Raises:
+        BadInput: in one line.
+    """
+    directory = path.parent.parent if path.parent.name == CHECKPOINTS else path
+    if not os.path.isfile(directory / CONFIG):
+        raise BadInput(f"{path}: not a run directory (no {CONFIG}); give the directory that train printed")
 
 
 def write_config(directory: Path, config: Config) -> None:
-    """RUN/config.toml, whole or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """RUN/config.toml, whole or not at all.
+
+    Raises:
+        BadInput: it cannot be written there.
+    """
     new = directory / f".{CONFIG}.new"
-    new.write_text(dump(config), encoding="utf-8")
-    os.replace(new, directory / CONFIG)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        new.write_text(dump(config), encoding="utf-8")
+        os.replace(new, directory / CONFIG)
+    except OSError as error:
+        raise BadInput(f"run.dir = {directory}: cannot write {CONFIG} there: {error.strerror}") from error
+
+
+def _given(run: Run) -> Path | None:
+    return Path(os.path.expanduser(run.dir)) if run.dir else None
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
+def _check_place(path: Path) -> None:
+    """Refuses a path at which no directory can be made: below a file, or where nothing may be written."""
+    there = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not os.path.isdir(there):
+        raise BadInput(f"run.dir = {path}: {there} is not a directory; give another run.dir")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadInput(f"run.dir = {path}: {there} may not be written to; give another run.dir")
 
 
 def _holds_run(path: Path) -> bool:
-    return (path / CONFIG).exists() or (path / CHECKPOINTS).exists()
+    return os.path.exists(path / CONFIG) or os.path.exists(path / CHECKPOINTS)

@@ -20,14 +20,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from fivefold.config.errors import BadInput
-from fivefold.trainer.place import RUN_ID, Place, usable_cores
+from fivefold.trainer.place import RUN_ID, Place, threads_of_rank, usable_cores
 from fivefold.trainer.stop import ECHO_SECONDS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # What a rank says whose only trouble is that another one is gone.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 SIGNAL_HINTS = {
@@ -41,9 +41,9 @@ SIGNAL_HINTS = {
 def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None = None) -> int:
     """Starts `ranks` processes of this Python with `arguments` on this host and waits for them.
 
-    A failure of any rank ends all of them; one line on stderr names the first. SIGINT, SIGTERM and SIGHUP are
-    passed on, and the ranks then have all the time they need to finish a step and save; a second one, later
-    than two seconds, kills them.
+    A failure of any rank ends all of them; one line on stderr names the first. SIGINT, SIGTERM, SIGHUP and
+    SIGUSR1 ask the ranks to stop, and they have all the time they need to finish a step and save; a second one,
+    later than two seconds, kills them.
 
     Args:
         arguments: what follows `python`, e.g. ["-m", "fivefold", "train", "run.toml"].
@@ -59,25 +59,34 @@ def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None 
         )
         stack.enter_context(_rank_environment(os.environ, ranks))
         stack.enter_context(_silence("torch.distributed.elastic"))
-        agent = _agent(arguments, ranks, logs)
-        relay = stack.enter_context(_Relay(agent))
-        failures = agent.run().failures
-        if relay.killed:
-            _say(f"killed by a second {relay.name}; what was not saved yet is lost")
-            return 1
-        if failures:
-            return _report(failures, failure_file)
-        if relay.name:
-            _say(f"stopped by {relay.name}; the ranks ended well")
-            return 1
-        return 0
+        relay = stack.enter_context(_Relay())
+        try:
+            relay.agent = _agent(arguments, ranks, logs)
+            failures = relay.agent.run().failures
+        except KeyboardInterrupt:  # of the relay: no rank had started yet
+            failures = {}
+        return _verdict(relay, failures, failure_file)
+
+
+def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
+    """Says how it ended, unless it ended well, and returns the exit code."""
+    if relay.killed:
+        _say("killed; what was not saved yet is lost")
+        return 1
+    if relay.name and not failures:
+        _say(f"stopped by {relay.name}")
+        return 1
+    if relay.name and _is_secondary(next(iter(failures.values()))):
+        _say(f"stopped by {relay.name} before the ranks could save")
+        return 1
+    return _report(failures, failure_file) if failures else 0
 
 
 def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgent":
     """torch's elastic agent for one host, with a store at a port that the kernel chose.
 
     `elastic_launch` does the same, but hides the ranks' process ids: it can only end the ranks within a fixed
-    time, while a save takes as long as it takes. Its c10d rendezvous is also 0.3 s slower.
+    time, while a save takes as long as it takes. Its c10d rendezvous costs 0.1 s more.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -111,19 +120,19 @@ def _safe_path() -> list[str]:
 
 
 class _Relay:
-    """While it is entered, SIGINT, SIGTERM and SIGHUP go to the ranks as a request to stop, and a second one
-    as SIGKILL. The agent's own handler would give them 30 seconds.
+    """While it is entered, a signal goes to the ranks as SIGTERM, a request to stop, and a second one as SIGKILL.
+    The agent's own handler would give them 30 seconds.
     """
 
-    def __init__(self, agent: "LocalElasticAgent") -> None:
+    def __init__(self) -> None:
+        self.agent: LocalElasticAgent | None = None
         self.name = ""  # of the first signal
         self.killed = False
-        self._agent = agent
         self._first_at = 0.0
 
     def __enter__(self) -> Self:
-        # The agent installs handlers of its own when it starts the ranks, for the signals named here.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+        # For the signals named here the agent would install handlers of its own when it starts the ranks.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
         self._before = {number: signal.signal(number, self._pass_on) for number in RELAYED}
         return self
 
@@ -135,18 +144,27 @@ class _Relay:
         now = time.monotonic()
         if self.name and now - self._first_at < ECHO_SECONDS:
             return
+        workers = self.agent.get_worker_group().workers if self.agent else []
+        pids = [worker.id for worker in workers if worker.id is not None]
         self.killed = bool(self.name)
         if not self.name:
             self.name, self._first_at = signal.Signals(number).name, now
+        if not pids:
+            raise KeyboardInterrupt
+        if not self.killed:
             _say(f"{self.name}: the ranks finish their step and save; a second one kills them")
-        for worker in self._agent.get_worker_group().workers:
-            with suppress(ProcessLookupError, TypeError):  # ended already; not started yet
-                os.killpg(worker.id, signal.SIGKILL if self.killed else signal.SIGTERM)
+        for pid in pids:
+            with suppress(ProcessLookupError):  # ended already
+                if self.killed:
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    os.kill(pid, signal.SIGTERM)  # not its children: a rank may need them to save
 
 
 @contextmanager
 def as_rank(place: Place | None) -> Iterator[None]:
-    """The frame around all a rank does: it ends with its launcher, and reports its own failure once.
+    """The frame around all a rank does: it computes on its share of the cores, ends with its launcher, and reports
+    its own failure once.
 
     An exception ends the process: exit code 2 for BadInput, else 1. An elastic launcher gets it recorded, to
     print it once; under srun and mpirun the rank prints one line. Without a launcher nothing is caught.
@@ -155,6 +173,7 @@ def as_rank(place: Place | None) -> Iterator[None]:
         yield
         return
     _follow_launcher(place)
+    _share_cores(place)
     try:
         yield
     except (SystemExit, GeneratorExit):
@@ -174,13 +193,22 @@ def _follow_launcher(place: Place) -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
+def _share_cores(place: Place) -> None:
+    """srun and mpirun leave every rank a thread per core, which on two cores is three times slower than one."""
+    threads = threads_of_rank(os.environ, place)
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
 def _record(place: Place, error: BaseException) -> None:
     """The error file that torch's elastic agent reads; see its ErrorHandler for the format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     message = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
     if path is None:
         if not _is_consequence(message):
-            _say(f"rank {place.rank}: {message}")
+            _say(f"rank {place.rank}: {' '.join(message.split())}")
         return
     extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
@@ -219,8 +247,9 @@ def _message(failure: "ProcessFailure") -> str:
 
 
 def _is_secondary(failure: "ProcessFailure") -> bool:
-    """Whether the rank ended because another had: it lost its peer, or the agent ended it."""
-    return failure.exitcode == -signal.SIGTERM or _is_consequence(_message(failure))
+    """Whether the rank ended because another had, or because it was told to, before it could listen."""
+    told_to_end = failure.exitcode == -signal.SIGTERM or failure.exitcode == 128 + signal.SIGTERM
+    return told_to_end or _is_consequence(_message(failure))
 
 
 def _is_consequence(message: str) -> bool:

@@ -135,7 +135,8 @@ class Loop:
         self.profiled = True
         found: list[MemoryByCategory] = []
         module, optimizer = self.model.module, self.stepper.optimizer.torch
-        with SavedActivations([*module.parameters(), *module.buffers()]) as activations:
+        saved = SavedActivations([*module.parameters(), *module.buffers()])
+        with saved as activations, self.session.profiled():
             result = self.stepper.step(
                 share,
                 learning_rate,

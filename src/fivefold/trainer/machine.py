@@ -120,7 +120,7 @@ def apply(machine: Machine) -> str:
     return _keep_freed_memory()
 
 
-class _Product:
+class Product:
     """One matrix product a layer makes, with its operands."""
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class _Product:
         return float((self()[:CHECKED_ROWS].double() - exact).norm() / exact.norm())
 
 
-def _products(dtype: torch.dtype, device: torch.device) -> list[_Product]:
+def _products(dtype: torch.dtype, device: torch.device) -> list[Product]:
     """The forward product of each shape, and the two of its backward, laid out as autograd lays them out."""
     generator = torch.Generator().manual_seed(0)  # the global generator belongs to the run
 
@@ -147,9 +147,9 @@ def _products(dtype: torch.dtype, device: torch.device) -> list[_Product]:
     for rows, inner, columns in CPU_SHAPES if device.type == "cpu" else ACCELERATOR_SHAPES:
         inputs, weight, gradient = draw(rows, inner), draw(columns, inner), draw(rows, columns)
         products += [
-            _Product(inputs, weight.T),  # output
-            _Product(gradient, weight),  # gradient of the inputs
-            _Product(gradient.T, inputs),  # gradient of the weight
+            Product(inputs, weight.T),  # output
+            Product(gradient, weight),  # gradient of the inputs
+            Product(gradient.T, inputs),  # gradient of the weight
         ]
     return products
 
@@ -169,7 +169,7 @@ def _choose_matmul(dtype: str, device: torch.device) -> tuple[Literal["highest",
     return "highest", f"highest: {_flops(highest)} against {_flops(medium)} for medium"
 
 
-def _layer_rates(products: list[_Product], precisions: tuple[str, ...]) -> list[float]:
+def _layer_rates(products: list[Product], precisions: tuple[str, ...]) -> list[float]:
     """FLOP/s of one pass through all products under each precision, timed in turn: machines drift."""
     seconds = dict.fromkeys(precisions, 0.0)
     for product in products:
@@ -179,7 +179,7 @@ def _layer_rates(products: list[_Product], precisions: tuple[str, ...]) -> list[
     return [sum(product.flops for product in products) / total for total in seconds.values()]
 
 
-def _peak_rate(products: list[_Product]) -> float:
+def _peak_rate(products: list[Product]) -> float:
     """FLOP/s of the fastest product; stops when the budget is spent, for fp16 crawls on most CPUs."""
     started, best = time.perf_counter(), 0.0
     for product in products:
@@ -189,7 +189,7 @@ def _peak_rate(products: list[_Product]) -> float:
     return best
 
 
-def _rate(product: _Product, seconds: float) -> float:
+def _rate(product: Product, seconds: float) -> float:
     """FLOP/s of the fastest of the repeats that fit into `seconds`; the first, a warm-up, counts if alone."""
     device = product.left.device
     best, started = float("inf"), time.perf_counter()

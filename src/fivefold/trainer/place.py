@@ -104,6 +104,20 @@ def usable_cores() -> int:
         return cores
 
 
+def threads_of_rank(environment: Mapping[str, str], place: Place) -> int | None:
+    """How many threads a rank should compute with, or None where OMP_NUM_THREADS has decided it.
+
+    Without this, every rank under srun and mpirun would start a thread per core of the host.
+    """
+    if "OMP_NUM_THREADS" in environment:
+        return None
+    if place.launcher == "srun" and "SLURM_CPUS_PER_TASK" in environment:
+        return _number(environment, "SLURM_CPUS_PER_TASK")
+    if "OMPI_MCA_orte_bound_at_launch" in environment:
+        return usable_cores()  # the cores OpenMPI bound this rank to are its own
+    return max(1, usable_cores() // place.local_world_size)
+
+
 def _from_torchrun(environment: Mapping[str, str]) -> Place:
     names = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in environment]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
+from fivefold.collectives.watch import HangWatch
 from fivefold.config.errors import BadInput
 from fivefold.trainer import machine
 from fivefold.trainer.agree import Agreement
@@ -20,6 +22,8 @@ from fivefold.trainer.place import Place, open_store
 
 T = TypeVar("T")
 POLL_SECONDS = 0.05
+HANG_SECONDS = 8.0
+"""A wait this long is explained on stderr: who has not come, and where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,16 @@ class Session:
     agreement: Agreement
     store: Store
     backend: str
+    wrapped: bool
 
     @property
     def is_main(self) -> bool:
         """Whether this rank speaks and writes for all."""
         return self.rank == 0
+
+    def profiled(self) -> AbstractContextManager[object]:
+        """Records the traffic of one step where the process group itself does not (NCCL)."""
+        return nullcontext() if self.wrapped else DispatchRecorder(self.recorder)
 
     def from_main(self, make: Callable[[], T]) -> T:
         """What `make` gives on rank 0, on every rank. Collective.
@@ -86,9 +95,11 @@ def open_session(place: Place | None, backend: str, timeout_seconds: float) -> I
     timeout = timedelta(seconds=timeout_seconds)
     if backend == "default":
         backend = machine.default_backend(device)
-    name = register(recorder, timeout) if backend == "gloo" else backend
+    wrapped = backend == "gloo"
+    name = register(recorder, timeout) if wrapped else backend
     store = open_store(place, timeout_seconds) if place else HashStore()
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    yield Session(rank, world_size, device, recorder, Agreement(device), store, backend)
+    with HangWatch(recorder, store, rank, seconds=HANG_SECONDS):
+        yield Session(rank, world_size, device, recorder, Agreement(device), store, backend, wrapped)
     dist.barrier()  # a rank that left early would break the connections of those still at work
     dist.destroy_process_group()

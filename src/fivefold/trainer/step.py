@@ -65,14 +65,14 @@ class Stepper:
             flags: this rank's flags (stop asked for, save done, …), summed over the ranks with the token count.
             inspect: sees the model when gradients are whole and parameters still the old ones.
         """
-        with self.recorder.phase("step"):
+        with self.recorder.phase("step"), self.clock.measure("communication"):
             counted = sum(batch.loss_tokens for batch in micro_batches)
             loss_tokens, *agreed = self.agreement.sum(counted, *flags)
         loss_sum = 0.0
         for index, batch in enumerate(micro_batches):
             self.model.data.begin_micro_step(last=index == len(micro_batches) - 1)
             loss_sum += self._forward_backward(batch, max(loss_tokens, 1.0))
-        with self.recorder.phase("step"):
+        with self.recorder.phase("step"), self.clock.measure("communication"):
             square = local_square_norm(self.model.parameters)
             loss_sum, square = self.agreement.sum(loss_sum, square)
         grad_norm = sqrt(square)
@@ -90,12 +90,15 @@ class Stepper:
 
     def _forward_backward(self, batch: MicroBatch, loss_tokens: float) -> float:
         """Adds one micro-batch's gradient; returns its summed loss."""
+        waited = self.recorder.waited_seconds
         with self.clock.measure("compute"):
             with self.recorder.phase("forward"):
                 loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels)
             with self.recorder.phase("backward"):
                 (loss / loss_tokens).backward()  # type: ignore[no-untyped-call]
-            return loss.item()
+            loss_sum = loss.item()
+        self.clock.move(self.recorder.waited_seconds - waited, "compute", "communication")
+        return loss_sum
 
 
 def local_square_norm(parameters: Sequence[LocalParameter]) -> float:

@@ -8,14 +8,16 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# SIGUSR1 is what `sbatch --signal=USR1@300` sends before a time limit, and what OpenMPI's mpirun passes on as it
+# is; on SIGTERM and SIGINT mpirun leaves its ranks one second.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # One Ctrl-C may reach a rank twice, by its terminal and by its launcher; a person who presses it again
 # later means it.
 ECHO_SECONDS = 2.0
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT instead of dying of them; a context manager for the main thread.
+    """Notes SIGTERM, SIGINT and SIGUSR1 instead of dying of them; a context manager for the main thread.
 
     The run asks once per step (`if stop:`) and lets the ranks agree. A SIGINT later than two seconds
     after the first signal ends the process at once, unsaved, with exit code 130.

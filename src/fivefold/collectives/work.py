@@ -1,0 +1,113 @@
+"""Works of gloo that say, when they fail, what failed."""
+
+import re
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Work
+
+from fivefold.collectives.record import Call, Progress
+
+_NO_TIMEOUT = timedelta(0)  # torch's way of saying so
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: one line with this rank, the collective, its number, the axis and the peers."""
+
+
+def failure(progress: Progress, call: Call, error: RuntimeError) -> CollectiveError:
+    """The one line for gloo's `error` in that call."""
+    me = progress.rank
+    peers = [rank for i, rank in enumerate(progress.ranks) if i != me and call.peer in (None, i)]
+    others = f"with rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}" if peers else "alone"
+    return CollectiveError(
+        f"rank {progress.ranks[me]}: {call.primitive} number {call.number} on axis {progress.axis} {others} "
+        f"failed: {_cause(error)}"
+    )
+
+
+class RecordedWork(Work):
+    """Gloo's work, whose wait() raises CollectiveError."""
+
+    def __init__(self, work: Work, progress: Progress, call: Call) -> None:
+        super().__init__()
+        self._work = work
+        self._progress = progress
+        self._call = call
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        progress = self._progress
+        progress.waiting_since = time.monotonic()
+        progress.waiting = self._call
+        try:
+            return self._work.wait(timeout)
+        except RuntimeError as error:
+            raise failure(progress, self._call, error) from error
+        finally:
+            progress.waiting = None
+            progress.waited_seconds += time.monotonic() - progress.waiting_since
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+    def get_future(self) -> Any:
+        # Its error is gloo's own: renaming it takes a callback from gloo's thread for every collective.
+        return self._work.get_future()
+
+
+class _AllOf(Work):
+    """Several works as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def one_by_one(
+    start: Callable[..., Work], outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any
+) -> Work:
+    """The work of `start` on each pair, for what gloo cannot take as a list."""
+    works = [start(o, i, *args, **kwargs) for o, i in zip(outputs, inputs, strict=True)]
+    return works[0] if len(works) == 1 else _AllOf(works)
+
+
+def _cause(error: RuntimeError) -> str:
+    """Gloo's message without the place in its source, its advice and its line breaks."""
+    text = re.sub(r"\[[^\[\]]*\.(cc|cpp|h):\d+\]\s*", "", str(error))
+    return " ".join(text.partition(". This is typically")[0].split())

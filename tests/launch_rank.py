@@ -1,0 +1,72 @@
+"""A rank for tests/test_launch.py: steps with a collective each, and misbehaves on rank 1 as told.
+
+    python launch_rank.py MODE STEPS
+
+MODE: "well", "raise", "kill", "exit", "bad" (input), "slow" (saves for a long time when asked to stop).
+Each rank prints what happens to it, so that the test can wait for it.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from fivefold.config.errors import BadInput
+from fivefold.trainer.launch import as_rank
+from fivefold.trainer.place import Place, open_store, place_from
+from fivefold.trainer.stop import StopSignal
+
+STEP_SECONDS = 0.05
+SAVE_SECONDS = {"slow": 60.0}
+
+
+def main(mode: str, steps: int) -> None:
+    place = place_from(os.environ)
+    assert place is not None
+    with as_rank(place), StopSignal() as stop:
+        if mode == "bad":
+            raise BadInput("run.toml:3: batch.global_batch = 5: 2 ranks do not divide it")
+        train(place, mode, steps, stop)
+
+
+def train(place: Place, mode: str, steps: int, stop: StopSignal) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store = open_store(place, 30.0)
+    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+    for step in range(steps):
+        stopping = torch.tensor([float(bool(stop)), 1.0])
+        dist.all_reduce(stopping)
+        assert stopping[1] == place.world_size
+        if stopping[0]:
+            say(place, "saves")
+            time.sleep(SAVE_SECONDS.get(mode, 0.1))
+            say(place, "saved")
+            break
+        if step == 1:
+            say(place, f"steps as {place.launcher}")
+        if step == 2 and place.rank == 1:
+            misbehave(mode)
+        time.sleep(STEP_SECONDS)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def misbehave(mode: str) -> None:
+    if mode == "raise":
+        raise RuntimeError("the loss is a banana\nand so is the gradient")
+    if mode == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "exit":
+        os._exit(7)
+
+
+def say(place: Place, what: str) -> None:
+    # One write for the line: print writes the newline apart, and ranks share the pipe.
+    sys.stdout.write(f"rank {place.rank} of {place.world_size} {what}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,466 @@
+"""Malformed input through the real command: exit code 2, one line that says what, where and what is right, no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fivefold.cli.main import main
+
+BASE = """
+[model]
+layers = 4
+hidden = 64
+heads = 8
+kv_heads = 4
+ffn = 96
+vocab = 300
+[data]
+path = "text"
+"""
+HUGE = 10**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command in a directory that holds `files`, and words that its one line must have."""
+
+    name: str
+    words: tuple[str, ...]
+    says: tuple[str, ...]
+    files: dict[str, str | bytes] = field(default_factory=dict)
+
+
+def file(name: str, content: str | bytes, *says: str) -> Case:
+    """A config file that is wrong in itself."""
+    return Case(name, ("config", "check", "a.toml"), says, {"a.toml": content})
+
+
+def keys(name: str, sets: str | tuple[str, ...], *says: str) -> Case:
+    """Overrides of a good config."""
+    given = (sets,) if isinstance(sets, str) else sets
+    words = [word for each in given for word in ("--set", each)]
+    return Case(name, ("config", "check", "a.toml", *words), says, {"a.toml": BASE})
+
+
+def train(name: str, sets: str | tuple[str, ...], *says: str, **files: str | bytes) -> Case:
+    """The same through `fivefold train`, beside a text and further files."""
+    case = keys(name, sets, *says)
+    return Case(name, ("train", *case.words[2:]), says, {**case.files, "text": "some text\n", **files})
+
+
+def words(name: str, *given: str, says: tuple[str, ...]) -> Case:
+    return Case(name, given, says, {"a.toml": BASE, "text": "some text\n"})
+
+
+FILES = [
+    file("not TOML", "[model]\nhello\n", "a.toml:2:", "not TOML", "Expected '='"),
+    file("binary", b"\x7fELF\x00\xff\xfe", "a.toml", "not a text file", "TOML in UTF-8"),
+    file("deep nesting", "x = " + "[" * 5000, "a.toml:1:", "not TOML"),
+    file("a number of 5000 digits", "[run]\nsteps = " + "9" * 5000, "a.toml:", "not TOML"),
+    file("duplicate key", "[model]\nlayers = 2\nlayers = 3\n", "a.toml:3:", "not TOML", "overwrite"),
+    file("duplicate section", "[run]\nsteps = 1\n[run]\n", "a.toml:3:", "not TOML"),
+    file("unknown section", "\n[modle]\nlayers = 2", "a.toml:2: modle: unknown key", 'did you mean "model"?'),
+    file("unknown key", "[model]\nlayerz = 2", "a.toml:2: model.layerz: unknown", 'did you mean "layers"?'),
+    file("unknown key below", "[model.experts]\ntopk = 2", "a.toml:2: model.experts.topk", '"top_k"?'),
+    file("nothing like it", "[run]\nqqqq = 2", "a.toml:2: run.qqqq", "known: dir, eval_batches"),
+    file("key of another section", "[model]\nsteps = 2", "a.toml:2: model.steps", '"run.steps"?'),
+    file("key of two sections", "[run]\nevery = 2", '"checkpoint.every" or "log.every"?'),
+    file("key outside of sections", "lr = 2", "a.toml:1: lr: unknown key", '"optimizer.lr"?'),
+    file("section as a value", "model = 3", "a.toml:1: model: a section, not a value", "model.preset"),
+    file("section as a list", "[[model]]\nlayers = 3", "a.toml:1: model: a section, not a value"),
+    file("value as a section", "[model.layers]\nx = 1", "a.toml:1: model.layers = {…}", "a whole number ≥ 1"),
+    file("wrong type", '[model]\nlayers = "4"', 'a.toml:2: model.layers = "4"', "a whole number ≥ 1"),
+    file("fraction for a count", "[run]\nsteps = 1e3", "a.toml:2: run.steps = 1000.0", "a whole number"),
+    file("truth for a count", "[run]\nsteps = true", "a.toml:2: run.steps = true", "a whole number"),
+    file("count for truth", "[model]\ntied = 1", "a.toml:2: model.tied = 1", "true or false"),
+    file("date for text", "[run]\nname = 2026-01-01", "a.toml:2: run.name", "expected text"),
+    file("too small", "[model]\nlayers = 0", "a.toml:2: model.layers = 0", "≥ 1"),
+    file("too large", "[optimizer]\nmomentum = 1.0", "a.toml:2: optimizer.momentum", "≥ 0.0 and < 1.0"),
+    file("negative size", "[model]\nhidden = -64", "a.toml:2: model.hidden = -64", "≥ 1"),
+    file("huge", f"[model]\nhidden = {HUGE}", f"a.toml:2: model.hidden = {HUGE}", "64 bits"),
+    file("huge seed", f"[run]\nseed = {HUGE}", "a.toml:2: run.seed", "64 bits"),
+    file("more layers than can be listed", f"[model]\nlayers = {2**62}", "model.layers", "≤ 10000"),
+    file("infinite", "[optimizer]\nlr = inf", "a.toml:2: optimizer.lr = Infinity", "a finite number"),
+    file("overflowing", "[optimizer]\nlr = 1e400", "a.toml:2: optimizer.lr", "a finite number"),
+    file("not a number", "[model]\ninit_std = nan", "a.toml:2: model.init_std = NaN", "a finite number"),
+    file("infinite in a list", "[optimizer]\nbetas = [0.9, nan]", "a.toml:2: optimizer.betas", "finite"),
+    file("endless timeout", "[run]\ntimeout_seconds = 1e300", "run.timeout_seconds = 1e+300", "≤ 1"),
+    file("betas above 1", "[optimizer]\nbetas = [0.9, 1.5]", "a.toml:2: optimizer.betas", "< 1.0"),
+    file("betas below 0", "[optimizer]\nbetas = [-0.1, 0.9]", "a.toml:2: optimizer.betas", "≥ 0.0"),
+    file("a list over lines", "[optimizer]\nbetas = [\n0.9,\n2.0]", "a.toml:2: optimizer.betas", "< 1.0"),
+    file("one beta", "[optimizer]\nbetas = [0.9]", "a.toml:2: optimizer.betas = [0.9]", "a list of 2"),
+    file("no such word", '[parallel]\nschedule = "2f2b"', "a.toml:2: parallel.schedule", '"1f1b"', '"zbv"'),
+    file("no such role", '[optimizer]\nno_decay = ["nrom"]', "a.toml:2: optimizer.no_decay", '"norm"'),
+    file("empty data path", '[data]\npath = ""', 'a.toml:2: data.path = ""', "not empty"),
+    file("empty cache", '[data]\ncache_dir = ""', 'a.toml:2: data.cache_dir = ""', "not empty"),
+    file("Unicode section", '["modèl"]\nlayers = 2', "a.toml:1: modèl: unknown key", 'did you mean "model"?'),
+    file("Unicode key", '[model]\n"läyers" = 2', "a.toml:2: model.läyers", 'did you mean "layers"?'),
+    file("dotted name in quotes", '"model.layers" = 2', 'a.toml:1: "model.layers": unknown', '"model"?'),
+    file("empty name", '"" = 2', 'a.toml:1: "": unknown key', "known: batch"),
+    file("control character", '[run]\nname = "a\\nb"', r'a.toml:2: run.name = "a\nb"', "control characters"),
+    file("run name that leads elsewhere", '[run]\nname = "../x"', "a.toml:2: run.name", "without a slash"),
+    file("dotted key", "model.layers = 0", "a.toml:1: model.layers = 0", "≥ 1"),
+    file("inline table", "[run]\n[model]\nrope_scaling = { factor = 0.5 }", "a.toml:3: model.rope_scaling."),
+    file("quoted names", '[ "model" ]\n"layers" = 0', "a.toml:2: model.layers = 0", "≥ 1"),
+    file(
+        "lines of a list are no keys",
+        '[log]\nsinks = [\n"tensorboard",\n]\n[run]\nsteps = 0',
+        "a.toml:6: run.steps = 0",
+    ),
+    file("Windows line ends and mark", "\ufeff[run]\r\nseed = 1\r\nsteps = 0\r\n", "a.toml:3: run.steps"),
+    file("unknown model preset", '[model]\npreset = "llama-900b"', 'a.toml:2: model.preset = "llama-900b"'),
+]
+OVERRIDES = [
+    keys("no value", "run.steps", "--set run.steps: expected section.key=value", '"run.steps=10"'),
+    keys("no section", "steps=3", "--set steps=3: expected section.key=value"),
+    keys("nothing", "", "--set : expected section.key=value"),
+    keys("no name", "=3", "--set =3: expected section.key=value"),
+    keys("empty part", "run..steps=3", "--set run..steps=3: expected section.key=value"),
+    keys("empty value", "run.steps=", '--set run.steps=: run.steps = ""', "a whole number ≥ 1"),
+    keys("unknown section", "runn.steps=3", "--set runn.steps=3: runn: unknown key", 'did you mean "run"?'),
+    keys("unknown key", "run.stepz=3", "--set run.stepz=3: run.stepz: unknown", 'did you mean "steps"?'),
+    keys("unknown section below", "model.expert.count=3", "--set model.expert.count=3:", '"experts"?'),
+    keys("key below a key", "run.steps.x=3", "--set run.steps.x=3: run.steps = {…}", "a whole number"),
+    keys("section as a value", "model.experts=3", "--set model.experts=3: model.experts: a section"),
+    keys("two lines", "run.steps=1\nrun.seed=2", r"--set run.steps=1\nrun.seed=2: run.steps", "control"),
+    keys("unfinished list", "run.steps=[1", '--set run.steps=[1: run.steps = "[1"', "a whole number"),
+    keys("text for a list", "log.sinks=wandb", "--set log.sinks=wandb:", 'a list, each one of "tensorboard"'),
+    keys("undecodable", "data.path=\udcff", "data.path", "UTF-8"),
+    keys("the last one counts", ("run.steps=0", "run.steps=-1"), "--set run.steps=-1: run.steps = -1"),
+    keys("very long", "run.name=/" + "x" * 5000, "--set run.name=/xxx", "…", "without a slash"),
+]
+CONTRADICTIONS = [
+    keys("degree of 0", "parallel.tp=0", "parallel.tp = 0", "at least 1, or -1"),
+    keys(
+        "two open degrees",
+        ("parallel.pp=-1", "parallel.dp_shard=-1"),
+        "parallel.pp = parallel.dp_shard = -1",
+        "only one",
+    ),
+    keys(
+        "product is not the ranks",
+        ("run.ranks=6", "parallel.dp_replicate=2", "parallel.dp_shard=2"),
+        "dp_replicate 2 · dp_shard 2 = 4 ranks, but the run has 6",
+        "run.ranks",
+        "start 4 ranks",
+    ),
+    keys(
+        "open degree does not come out",
+        ("run.ranks=7", "parallel.dp_replicate=2"),
+        "parallel.dp_shard = -1",
+        "does not divide 7",
+        "6 or 8",
+    ),
+    keys("too many ranks", "run.ranks=2000000", "run.ranks = 2000000", "≤ 1048576"),
+    keys("no such zero", "parallel.zero=4", "parallel.zero = 4", "one of 0, 1, 2, 3"),
+    keys("zero over one rank", "parallel.zero=3", "parallel.zero = 3", "dp_shard × cp = 1", "zero = 0"),
+    keys(
+        "zero over replicas",
+        ("parallel.zero=1", "parallel.dp_replicate=4"),
+        "parallel.zero = 1",
+        "nothing to split over",
+        "dp_shard ≥ 2",
+    ),
+    keys(
+        "indivisible batch",
+        ("batch.global_batch=50", "batch.micro_batch=4", "parallel.dp_replicate=3"),
+        "batch.global_batch = 50",
+        "micro_batch 4 × data-parallel 3 = 12",
+        "nearest legal: 48 or 60",
+    ),
+    keys(
+        "batch below one micro-batch",
+        ("batch.global_batch=3", "batch.micro_batch=4"),
+        "batch.global_batch = 3",
+        "nearest legal: 4",
+    ),
+    keys(
+        "both batch keys",
+        ("batch.global_batch=4", "batch.global_batch_tokens=2048"),
+        "batch.global_batch and batch.global_batch_tokens",
+        "give one",
+    ),
+    keys(
+        "batch tokens no multiple of the sequence",
+        ("batch.global_batch_tokens=1000", "batch.sequence_length=512"),
+        "batch.global_batch_tokens = 1000",
+        "sequence_length 512",
+        "nearest legal: 512 or 1024",
+    ),
+    keys(
+        "batch tokens no multiple of the ranks'",
+        ("batch.global_batch_tokens=1536", "batch.sequence_length=512", "parallel.dp_replicate=2"),
+        "batch.global_batch_tokens = 1536",
+        "nearest legal: 1024 or 2048",
+    ),
+    keys(
+        "sequence too long",
+        ("batch.sequence_length=2048", "model.max_positions=1024"),
+        "batch.sequence_length = 2048",
+        "at most 1024",
+    ),
+    keys(
+        "heads do not divide",
+        ("model.heads=5", "model.kv_heads=5"),
+        "model.heads = 5",
+        "model.hidden = 64",
+        "nearest legal: 4 or 8",
+    ),
+    keys("KV heads do not divide", "model.kv_heads=3", "model.kv_heads = 3", "model.heads = 8", "2 or 4"),
+    keys("more KV heads than heads", "model.kv_heads=16", "model.kv_heads = 16", "nearest legal: 8"),
+    keys("astronomic KV heads", f"model.kv_heads={2**62}", "model.kv_heads", "nearest legal: 8"),
+    keys("odd head", "model.head_dim=7", "model.head_dim = 7", "even"),
+    keys("no width", "model.ffn=0", "model.ffn = 0", "need a width"),
+    keys(
+        "rotary band upside down",
+        "model.rope_scaling.low_freq_factor=4",
+        "model.rope_scaling.low_freq_factor = 4.0",
+        "less than high_freq_factor",
+    ),
+    keys("tp", "parallel.tp=3", "parallel.tp = 3", "8 heads, 4 KV heads", "nearest legal: 2 or 4"),
+    keys(
+        "tp beyond heads", "parallel.tp=16", "parallel.tp = 16: does not divide 8 heads", "nearest legal: 8"
+    ),
+    keys(
+        "tp for every unit at once",
+        ("parallel.tp=4", "model.ffn=98"),
+        "parallel.tp = 4: does not divide 98 columns",
+        "nearest legal: 2",
+    ),
+    keys(
+        "tp for experts and dense layers at once",
+        (
+            "parallel.tp=8",
+            "model.kv_heads=8",
+            "model.experts={count=8, ffn=16, shared_ffn=12, dense_layers=1}",
+            "model.ffn=96",
+        ),
+        "parallel.tp = 8: does not divide 4 columns",
+        "nearest legal: 4",
+    ),
+    keys(
+        "ep",
+        ("parallel.ep=4", "parallel.dp_shard=12", "parallel.zero=1", "model.experts={count=6, ffn=8}"),
+        "parallel.ep = 4: does not divide 6 experts",
+        "nearest legal: 3 or 6",
+    ),
+    keys(
+        "ep beyond the shards",
+        ("parallel.ep=8", "parallel.dp_shard=4", "parallel.zero=1", "model.experts={count=8, ffn=8}"),
+        "parallel.ep = 8: does not divide dp_shard × cp = 4",
+        "nearest legal: 4",
+    ),
+    keys("ep without experts", "parallel.ep=2", "parallel.ep = 2", "no experts", "ep = 1"),
+    keys("sequence parallel without tp", "parallel.sequence_parallel=true", "but tp = 1", "false"),
+    keys("more stages than layers", "parallel.pp=5", "parallel.pp × chunks = 5 × 1", "at most 4"),
+    keys("chunks without pp", "parallel.chunks=2", "parallel.chunks = 2", "pp = 1", "chunks = 1"),
+    keys(
+        "chunks that the schedule has not",
+        ("parallel.chunks=2", "parallel.pp=2"),
+        "parallel.chunks = 2",
+        "schedule 1f1b has 1",
+        '"interleaved"',
+    ),
+    keys(
+        "micro-batches that the schedule has not",
+        ("parallel.pp=2", 'parallel.schedule="dualpipev"', "batch.global_batch=3"),
+        "batch.global_batch = 3",
+        "dualpipev",
+        "nearest legal: 4",
+    ),
+    keys("experts without a width", "model.experts.count=4", "model.experts.ffn = 0", "need a width"),
+    keys("more experts a token than there are", "model.experts={count=4, ffn=8, top_k=5}", "at most 4"),
+    keys("expert groups", "model.experts={count=8, ffn=8, groups=3}", "model.experts.groups = 3", "2 or 4"),
+    keys(
+        "experts a token of few groups",
+        "model.experts={count=8, ffn=8, groups=4, top_k=3}",
+        "model.experts.top_k = 3",
+        "at most 2",
+        "1 of 4 groups",
+    ),
+    keys("no layer with experts", "model.experts={count=8, ffn=8, dense_layers=4}", "none of the 4 layers"),
+    keys("latent without width", "model.latent.kv_rank=16", "model.latent.value_dim = 0", "width"),
+    keys(
+        "warmup given twice",
+        ("schedule.warmup_tokens=512", "schedule.warmup_steps=1"),
+        "schedule.warmup_tokens and schedule.warmup_steps",
+        "give one",
+    ),
+    keys(
+        "warmup longer than the run, in tokens",
+        ("schedule.warmup_tokens=6000", "run.steps=10"),
+        "schedule.warmup_tokens = 6000",
+        "whole run's 5120",
+        "at most 5120",
+        "at least 12",
+    ),
+    keys(
+        "warmup longer than the run, in steps",
+        ("schedule.warmup_steps=20", "run.steps=10"),
+        "schedule.warmup_steps = 20",
+        "at most 10",
+        "at least 20",
+    ),
+]
+TRAIN = [
+    train("what is not trained yet", ('model.positions="alibi"', "model.embedding_norm=true"), "not train"),
+    train("missing data", "data.path=nowhere", "data.path", "nowhere", '"python:stdlib"'),
+    train("data path that cannot be one", "data.path=" + "x" * 5000, "data.path", "no file or directory"),
+    train("empty directory", "data.path=empty", "data.path", "empty holds no files", **{"empty/.hidden": ""}),
+    train("missing tokenizer", "data.tokenizer=t.json", "data.tokenizer", "t.json is not a file"),
+    train("run.dir is a file", "run.dir=text", "run.dir = text", "not a directory", "another run.dir"),
+    train("run.dir below a file", "run.dir=text/a/b", "run.dir = text/a/b", "text is not a directory"),
+    train("runs is a file", (), "runs/a", "runs is not a directory", runs="a file"),
+    train("run.dir holds a run", "run.dir=old", "old: holds a run", "--resume", **{"old/config.toml": ""}),
+    train("run.dir holds checkpoints", "run.dir=old", "holds a run", **{"old/checkpoints/step-1/x": ""}),
+]
+COMMANDS = [
+    words("unknown command", "trian", says=('"trian": unknown command', 'did you mean "train"?')),
+    words("no command at all like it", "--frobnicate", says=("unknown command", "known: config, doctor")),
+    words("empty command", "", says=('"": unknown command',)),
+    words("no config", "train", says=("train: ", "required: CONFIG", "fivefold train --help")),
+    words("no action", "config", says=("config: ", "required: ACTION")),
+    words("unknown action", "config", "chek", "a.toml", says=("'chek'", "'check'")),
+    words("unknown option", "train", "a.toml", "--fast", says=("train: ", "--fast")),
+    words("no such file", "config", "check", "quickstrat", says=('"quickstrat": no such', '"quickstart"?')),
+    words("empty config", "config", "check", "", says=('"": no such file', "known:")),
+    words("path that cannot be one", "config", "check", "x" * 5000, says=("no such file", "known:")),
+    words("path with NUL", "config", "check", "a\0b", says=(r"a\x00b", "no such file")),
+    words("not a run directory", "config", "check", ".", says=(".: a directory without config.toml",)),
+    words("negative ranks", "config", "check", "a.toml", "--ranks", "-3", says=("--ranks", '"-3"', "≥ 0")),
+    words(
+        "ranks that are no number", "config", "check", "a.toml", "--ranks", "two", says=("--ranks", '"two"')
+    ),
+    words("explain what is not", "config", "explain", "parallel.zer", says=('"parallel.zer"', '"zero"?')),
+    words("explain a bare key", "config", "explain", "lr", says=('"lr"', 'did you mean "optimizer.lr"?')),
+    words("explain nonsense", "config", "explain", "a.b.c", says=('"a.b.c"', "known: batch")),
+    words("nothing to resume", "train", "a.toml", "--resume", says=("runs/a: no run to resume", "--resume")),
+    words(
+        "nothing to resume there",
+        *("train", "a.toml", "--resume", "--set", "run.dir=here"),
+        says=("here: no run to resume", "config.toml"),
+    ),
+    words("generate from nothing", "generate", says=("required: RUN",)),
+    words("generate from no run", "generate", "nowhere", says=("nowhere: not a run", "train printed")),
+    words("negative tokens", "generate", "x", "--tokens", "-1", says=("--tokens", '"-1"', "≥ 0")),
+    words("negative top-k", "generate", "x", "--top-k", "-1", says=("--top-k", '"-1"', "≥ 0")),
+    words("negative temperature", "generate", "x", "--temperature", "-0.5", says=("--temperature", "≥ 0")),
+    words("temperature nan", "generate", "x", "--temperature", "nan", says=("--temperature", "a finite")),
+    words("huge seed", "generate", "x", "--seed", str(HUGE), says=("--seed", "64 bits")),
+]
+CASES = FILES + OVERRIDES + CONTRADICTIONS + TRAIN + COMMANDS
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(directory: Path, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    paths = sorted(directory.rglob("*"))
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in paths}
+
+
+def check_refusal(code: int, out: str, err: str, says: tuple[str, ...]) -> None:
+    assert code == 2, err
+    assert out == ""
+    assert err.startswith("fivefold: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert len(err) < 600
+    for words_said in says:
+        assert words_said in err
+
+
+def test_case_names_are_unique() -> None:
+    groups = (FILES, OVERRIDES, CONTRADICTIONS, TRAIN, COMMANDS)
+    assert all(len({case.name for case in group}) == len(group) for group in groups)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_refused_in_one_line(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, case.files)
+    monkeypatch.chdir(tmp_path)
+    before = contents(tmp_path)
+    code = main(list(case.words))
+    out, err = capsys.readouterr()
+    check_refusal(code, out, err, case.says)
+    assert contents(tmp_path) == before
+
+
+REPRESENTATIVE = (
+    "unknown key",
+    "tp",
+    "indivisible batch",
+    "missing data",
+    "run.dir holds a run",
+    "nothing to resume",
+    "generate from no run",
+    "unknown command",
+)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_refused_by_the_command_before_anything_heavy(name: str, tmp_path: Path) -> None:
+    """As a person runs it, with a torch and a numpy that say so when they are imported."""
+    case = next(case for case in CASES if case.name == name)
+    heavy, work = tmp_path / "heavy", tmp_path / "work"
+    write(heavy, {f"{name}/__init__.py": f"raise SystemExit('{name} was imported')" for name in HEAVY})
+    write(work, case.files)
+    before = contents(work)
+    environment = dict(os.environ) | {"PYTHONPATH": str(heavy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "fivefold", *case.words]
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=60)
+    check_refusal(done.returncode, done.stdout, done.stderr, case.says)
+    assert contents(work) == before
+
+
+HEAVY = ("torch", "numpy", "rich")
+
+
+def test_missing_sink_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = [name for name in ("tensorboard", "wandb") if find_spec(name) is None]
+    if not missing:
+        pytest.skip("both are installed")
+    write(tmp_path, {"a.toml": BASE, "text": "some text\n"})
+    monkeypatch.chdir(tmp_path)
+    code = main(["train", "a.toml", "--set", f"log.sinks={json.dumps(missing[:1])}"])
+    out, err = capsys.readouterr()
+    check_refusal(code, out, err, ("log.sinks", missing[0], f'"fivefold[{missing[0]}]"'))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_run_directory_that_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, {"a.toml": BASE, "text": "some text\n", "locked/.keep": ""})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "locked").chmod(0o500)
+    code = main(["train", "a.toml", "--set", "run.dir=locked/run"])
+    out, err = capsys.readouterr()
+    check_refusal(code, out, err, ("run.dir = locked/run", "locked may not be written to"))
+
+
+def test_debug_shows_where_a_refusal_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="unknown key"):
+        main(["config", "check", "quickstart", "--set", "run.stepz=1", "--debug"])

@@ -1,0 +1,256 @@
+"""Starting local ranks; what a person is told when one fails or is stopped."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fivefold.trainer.place import usable_cores
+from fivefold.trainer.stop import StopSignal
+from launch_environments import SRUN
+
+RANK = str(Path(__file__).with_name("launch_rank.py"))
+LOCAL = """
+import sys
+from pathlib import Path
+from fivefold.trainer.launch import start_local
+print("launcher ready", flush=True)
+sys.exit(start_local(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])))
+"""
+FOREVER = "100000"
+
+
+# Local ranks
+
+
+@contextmanager
+def started(*command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher, killed in the end if it should still be there."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def local(mode: str, steps: str = "4", failure_file: str = "unused") -> tuple[str, ...]:
+    return (sys.executable, "-c", LOCAL, "2", failure_file, RANK, mode, steps)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended without saying {text!r}: {process.stderr.read() if process.stderr else ''}")
+
+
+def end(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[int, str, str]:
+    output, errors = process.communicate(timeout=timeout)
+    return process.returncode, output, errors
+
+
+def test_local_ranks() -> None:
+    with started(*local("well")) as process:
+        code, output, errors = end(process)
+    assert (code, errors) == (0, "")
+    steps = [f"rank {rank} of 2 steps as fivefold" for rank in range(2)]
+    assert sorted(output.splitlines()) == ["launcher ready", *steps]
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "line"),
+    [
+        ("kill", 1, "fivefold: rank 1 was killed by SIGKILL: usually the kernel, out of memory"),
+        ("exit", 1, "fivefold: rank 1 ended with exit code 7 and recorded no reason"),
+        ("bad", 2, "fivefold: run.toml:3: batch.global_batch = 5: 2 ranks do not divide it"),
+    ],
+)
+def test_a_failed_rank_is_told_in_one_line(mode: str, code: int, line: str) -> None:
+    with started(*local(mode)) as process:
+        returned, _, errors = end(process)
+    assert returned == code
+    assert len(errors.splitlines()) == 1, errors
+    assert errors.startswith(line)
+
+
+def test_an_exception_is_told_in_one_line_and_its_traceback_kept(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "failure.txt"
+    with started(*local("raise", failure_file=str(file))) as process:
+        code, _, errors = end(process)
+    assert code == 1
+    said = "fivefold: rank 1 failed: RuntimeError: the loss is a banana and so is the gradient"
+    assert errors == f"{said} (traceback: {file})\n"
+    assert 'raise RuntimeError("the loss is a banana' in file.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_ranks_save(number: signal.Signals) -> None:
+    with started(*local("well", FOREVER)) as process:
+        wait_for(process, "steps")
+        process.send_signal(number)
+        process.send_signal(number)  # an echo, as when terminal and launcher both pass on a Ctrl-C
+        code, output, errors = end(process)
+    assert code == 1
+    assert output.count("saved") == 2
+    assert errors.splitlines() == [
+        f"fivefold: {number.name}: the ranks finish their step and save; a second one kills them",
+        f"fivefold: stopped by {number.name}",
+    ]
+
+
+def test_a_second_signal_kills() -> None:
+    with started(*local("slow", FOREVER)) as process:
+        wait_for(process, "steps")
+        process.send_signal(signal.SIGINT)
+        wait_for(process, "saves")
+        time.sleep(2.1)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        code, output, errors = end(process)
+    assert code == 1
+    assert time.monotonic() - began < 10.0
+    assert "saved" not in output
+    assert errors.splitlines()[-1] == "fivefold: killed; what was not saved yet is lost"
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.5])
+def test_a_signal_before_the_ranks_run(seconds: float) -> None:
+    """While the launcher loads torch, and while the ranks do: nothing is left running, nothing is dumped."""
+    with started(*local("well", FOREVER)) as process:
+        wait_for(process, "launcher ready")
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        code, output, errors = end(process)
+    assert code == 1
+    assert output.count("saved") == output.count("saves")  # not even one step is needed for that
+    assert "fivefold: stopped by SIGINT" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+
+
+@pytest.mark.full
+def test_a_save_may_take_longer_than_the_agents_grace() -> None:
+    with started(*local("slow", FOREVER)) as process:
+        wait_for(process, "steps")
+        process.send_signal(signal.SIGTERM)
+        code, output, _ = end(process, timeout=120.0)
+    assert code == 1
+    assert output.count("saved") == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_ranks_do_not_outlive_a_killed_launcher() -> None:
+    with started(*local("well", FOREVER)) as process:
+        wait_for(process, "steps")
+        process.kill()
+        output, _ = process.communicate(timeout=30.0)  # ends when the last rank has closed the pipe
+    assert output.count("saved") == 2
+
+
+def test_the_working_directory_shadows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit(9)")
+    start = [sys.executable, "-P", "-c", LOCAL, "1", "unused", "-c", "import random"]
+    assert subprocess.run(start, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0
+
+
+# Other launchers, really
+
+
+def test_a_rank_computes_on_its_share() -> None:
+    program = (
+        "import os, torch\n"
+        "from fivefold.trainer.launch import as_rank\n"
+        "from fivefold.trainer.place import place_from\n"
+        "with as_rank(place_from(os.environ)):\n"
+        "    print(torch.get_num_threads())\n"
+    )
+    for environment, threads in ((SRUN, max(1, usable_cores() // 2)), (SRUN | {"OMP_NUM_THREADS": "2"}, 2)):
+        clean = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=clean | environment
+        )
+        assert done.stdout == f"{threads}\n", done.stderr
+
+
+def launcher(*command: str) -> list[str]:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed here")
+    return [*command, sys.executable, RANK, "well", "4"]
+
+
+def check_two_ranks(command: list[str], name: str) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert lines == [f"rank {rank} of 2 steps as {name}" for rank in range(2)]
+
+
+def test_real_torchrun() -> None:
+    check_two_ranks(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", RANK, "well", "4"], "torchrun"
+    )
+
+
+@pytest.mark.full
+def test_real_openmpi() -> None:
+    check_two_ranks(launcher("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"), "mpirun")
+
+
+@pytest.mark.full
+def test_real_mpich() -> None:
+    check_two_ranks(launcher("mpirun.mpich", "-genv", "MASTER_PORT", "29511", "-n", "2"), "mpirun")
+
+
+@pytest.mark.full
+def test_real_srun() -> None:
+    command = launcher("srun", "-n", "2")
+    if subprocess.run(["sinfo"], capture_output=True).returncode:
+        pytest.skip("srun is installed, but no Slurm controller answers")
+    check_two_ranks(command, "srun")
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stop_signal_notes_the_first_and_restores(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGINT)  # an echo: within two seconds
+        assert stop
+        assert stop.name == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_a_later_interrupt_ends_the_process() -> None:
+    program = (
+        "import os, signal, time\n"
+        "from fivefold.trainer import stop\n"
+        "stop.ECHO_SECONDS = 0.05\n"
+        "with stop.StopSignal():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.1)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"  # Slurm sends one at the end of a grace time: no reason to go
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('alive')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
