@@ -48,11 +48,10 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def written_keys(source: str, overrides: Sequence[str] = ()) -> frozenset[str]:
-    """Keys ("section.key") that the file of `source` or the overrides write, as against those left to default."""
-    text, where = _read(source)
-    table = tomllib.loads(text)
-    for override in overrides:
-        _apply_override(table, override, _Places(where, text))
+    """Keys ("section.key") that the file of `source` or the overrides write, not those left to default."""
+    table: Table = {}
+    for each in (_file(*_read(source)), *(_override(text) for text in overrides)):
+        table = _merge(table, each.table)
     return frozenset(
         f"{section}.{key}" for section, keys in table.items() if isinstance(keys, dict) for key in keys
     )

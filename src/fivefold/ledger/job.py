@@ -39,13 +39,12 @@ class Stack:
         place of
             one float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
         chunked_loss: logits exist a few million at a time, their gradients made in the forward
-        (nn/loss.py): kept
-            are the gradients of the head's input and weight.
+            (nn/loss.py): kept are the gradients of the head's input and weight.
         keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op
-        mode: 2). keep_gathered: sequence parallel keeps the gathered inputs of its matmuls instead of
-        gathering them again. dispatch_once: a token goes once to each rank that holds some of its experts,
-        permuted in the same kernel
-            (DeepEP, HybridEP); otherwise once per expert.
+            mode: 2).
+        keep_gathered: sequence parallel keeps the gathered inputs of its matmuls, not their shards.
+        dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
+            same kernel (DeepEP, HybridEP); otherwise once per expert.
         graphs: kernels are launched as recorded graphs, not one by one by the host.
         scatter_messages: pipeline messages are split over tp even without sequence parallel.
     """
