@@ -10,6 +10,7 @@ experts.
 from typing import NamedTuple
 
 from fivefold.ledger.job import Job
+from fivefold.ledger.network import Primitive
 from fivefold.ledger.shards import Share
 from fivefold.ledger.traffic import Row, row
 
@@ -59,104 +60,106 @@ def _split(job: Job, share: Share, itemsize: int, split: bool) -> float:
     return itemsize * (-(-share.dense // dense) + -(-share.expert // expert))
 
 
-def gathers_per_step(job: Job) -> tuple[int, int]:
-    """How often zero 3 gathers each parameter, and how often gradients are reduced, in one step."""
-    if job.pp > 1:
-        return 1, 1
-    return 2 * job.microbatches, job.microbatches if job.zero >= 2 else 1
+class Groups(NamedTuple):
+    """What a rank communicates as one piece each: its layers, and the rest (embedding, norm, head) together."""
+
+    whole: Share  # of all groups
+    layers: Share
+    pieces: int  # groups
+    layer_pieces: int
 
 
-def rows(job: Job, share: Share, units: int) -> list[Row]:
-    """One step's gradient and parameter traffic of a rank, in `units` pieces (layers, embedding, head)."""
+def rows(job: Job, groups: Groups) -> list[Row]:
+    """One step's gradient and parameter traffic of a rank; exact for what parallel/data.py does (a test).
+
+    zero 3 keeps the last group's parameters between forward and backward, so backward gathers layers only. The
+    sum over the replicas of a shard waits for the last micro-batch.
+    """
     found: list[Row] = []
-    shards = shard_degrees(job)
-    for amount, degree, expert in ((share.dense, shards[0], False), (share.expert, shards[1], True)):
-        if amount:
-            found += _part_rows(job, amount, degree, units, expert)
+    dense, expert = shard_degrees(job)
+    if groups.whole.dense:
+        found += _part_rows(job, groups.whole.dense, groups.layers.dense, groups, dense, False)
+    if groups.whole.expert:
+        found += _part_rows(job, groups.whole.expert, groups.layers.expert, groups, expert, True)
     return found
 
 
-def _part_rows(job: Job, amount: int, degree: int, units: int, expert: bool) -> list[Row]:
-    gathers, reductions = gathers_per_step(job)
-    what = "expert parameters" if expert else "parameters"
-    inner = _group(job, degree, expert)
-    found = []
-    if job.zero == 0:
-        ranks = degree * job.dp_replicate
-        size = amount * job.stack.reduce / units
-        axis = "dp_replicate" if job.cp == 1 else "world"
-        if ranks > 1:
-            group = _group(job, ranks, expert)
-            found.append(_row(job, axis, "all_reduce", "gradient", units, size, group, what))
-        return found
-    if degree > 1:
-        size = amount * job.stack.reduce / units
-        axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"
-        found.append(_row(job, axis, "reduce_scatter", "gradient", units * reductions, size, inner, what))
-        size = amount * job.stack.gather / units
-        count, phase = (units * gathers, "forward") if job.zero == 3 else (units, "optimizer")
-        found.append(_row(job, axis, "all_gather", phase, count, size, inner, what))
-    if job.dp_replicate > 1:
-        size = amount * job.stack.reduce / degree / units
-        stride = job.tp * job.cp * job.dp_shard
-        group = job.spread(job.dp_replicate, stride)
-        found.append(
-            _row(job, "dp_replicate", "all_reduce", "gradient", units * reductions, size, group, what)
-        )
-    return found
-
-
-def _group(job: Job, ranks: int, expert: bool) -> tuple[int, int]:
+def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, expert: bool) -> list[Row]:
+    stack, count = job.stack, groups.layer_pieces if expert else groups.pieces
+    what = ("expert parameters" if expert else "parameters") + " of the rank · bytes on the wire"
     stride = job.ep * job.expert_width_split if expert else job.tp
-    return job.spread(ranks, stride)
+
+    def make(
+        axis: str, primitive: Primitive, phase: str, times: int, size: float, ranks: int, step: int
+    ) -> Row:
+        group = job.spread(ranks, step)
+        each = size / times if times else 0.0
+        return row(job, axis, primitive, phase, count=times, size=each, group=group, formula=what)
+
+    found: list[Row] = []
+    if job.zero == 0:
+        ranks = shards * job.dp_replicate
+        if ranks > 1:
+            axis = "dp_replicate" if job.cp == 1 else "world"
+            found.append(make(axis, "all_reduce", "gradient", count, whole * stack.reduce, ranks, stride))
+        return found
+    axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"
+    m = job.microbatches
+    each = m if job.zero >= 2 and job.pp == 1 else 1  # reductions a step
+    if shards > 1:
+        reduced = each * whole * stack.reduce
+        if job.zero == 3 and job.pp == 1:
+            gathered = (m * whole * stack.gather, m * layers * stack.gather)
+            found.append(make(axis, "all_gather", "forward", m * count, gathered[0], shards, stride))
+            again = m * groups.layer_pieces
+            found.append(make(axis, "all_gather", "backward", again, gathered[1], shards, stride))
+        else:
+            phase = "forward" if job.zero == 3 else "optimizer"
+            found.append(make(axis, "all_gather", phase, count, whole * stack.gather, shards, stride))
+        found.append(make(axis, "reduce_scatter", "gradient", each * count, reduced, shards, stride))
+    if job.dp_replicate > 1:
+        size = whole // shards * stack.reduce
+        outer = job.tp * job.cp * job.dp_shard
+        found.append(make("dp_replicate", "all_reduce", "gradient", count, size, job.dp_replicate, outer))
+    return found
 
 
-def _row(
-    job: Job,
-    axis: str,
-    primitive: str,
-    phase: str,
-    count: int,
-    size: float,
-    group: tuple[int, int],
-    what: str,
-) -> Row:
-    return row(
-        job,
-        axis,
-        primitive,  # type: ignore[arg-type]
-        phase,
-        count=count,
-        size=size,
-        group=group,
-        formula=f"{what} of the rank · bytes on the wire",
-    )
+def agreements(job: Job) -> list[Row]:
+    """What every rank must know before it acts: the token count; the loss and the squared norm (float64)."""
+    if job.world_size == 1:
+        return []
+    group = job.spread(job.world_size, 1)
+    text = "8 B a number: token count; loss and squared norm"
+    return [row(job, "world", "all_reduce", "step", count=2, size=12.0, group=group, formula=text)]
 
 
 def exposed(job: Job, found: list[Row], forward: float, backward: float) -> list[Row]:
     """What compute does not hide: gradients under one backward, parameters under one forward.
 
-    `forward` and `backward` are a micro-batch's seconds on the rank. The last unit's gradients and the first
-    unit's parameters have nothing to hide under. zero 3 without a pipeline has a window in every micro-batch.
+    `forward` and `backward` are a micro-batch's seconds on the rank. The last group's gradients and the first
+    group's parameters have nothing to hide under. zero 3 without a pipeline has a window in every micro-batch,
+    and shares the backward's between gathering and reducing.
     """
     windows = job.microbatches if job.zero >= 2 and job.pp == 1 else 1
     reach = job.physics.gradient_window
-    result = []
-    total = {"gradient": 0.0, "forward": 0.0, "optimizer": 0.0}
+    gathers_again = any(item.phase == "backward" for item in found)
+    spans = {
+        "gradient": backward / 2 if gathers_again else backward,
+        "backward": backward / 2,
+        "forward": forward,
+        "optimizer": forward,
+    }
+    total = dict.fromkeys(spans, 0.0)
     for item in found:
         total[item.phase] += item.seconds
+    result = []
     for item in found:
         reducing = item.phase == "gradient"
-        overlaps = job.stack.overlap_gradients if reducing else job.stack.overlap_parameters
-        if not overlaps:
+        if not (job.stack.overlap_gradients if reducing else job.stack.overlap_parameters):
             result.append(item)
             continue
-        both = item.phase == "forward"  # zero 3: half of the gathers run under the backward
-        window = backward if reducing else forward + backward / 2 if both else forward
-        if reducing and total["forward"]:
-            window = backward / 2
-        part = item.seconds / total[item.phase]
-        edge = item.seconds / max(item.times, 1) * windows
-        hidden = min(item.seconds - min(edge, item.seconds), reach * windows * window * part)
+        own = item.seconds / total[item.phase] if total[item.phase] else 0.0
+        edge = 0.0 if item.phase == "backward" else item.seconds / max(item.times, 1) * windows
+        hidden = min(item.seconds - min(edge, item.seconds), reach * windows * spans[item.phase] * own)
         result.append(item.exposing(item.seconds - (1 - job.physics.sharing) * hidden))
     return result

@@ -46,7 +46,7 @@ class Physics:
     sustained_attention: float = 0.6
     attention_half: float = 450.0
     attention_backward: float = 0.8
-    misaligned: float = 0.2
+    misaligned: float = 0.1
     sharing: float = 0.07
     tensor_overlap: float = 0.75
     gradient_window: float = 0.9

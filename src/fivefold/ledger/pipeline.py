@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-from fivefold.ledger import activations, data
+from fivefold.ledger import activations
 from fivefold.ledger.job import Job
 from fivefold.ledger.layer import Work, edge_work, layer_work
 from fivefold.ledger.network import collective_seconds, wires
-from fivefold.ledger.shards import Share, StageContent, contents, parts, stage_share
+from fivefold.ledger.shards import Share, StageContent, contents, layers_share, parts, stage_share
 from fivefold.ledger.simulate import StageTimes, Timeline, simulate
 from fivefold.ledger.traffic import Row, row
 from fivefold.spec import schedules
@@ -138,16 +138,34 @@ def own_stages(job: Job, rank: int) -> tuple[int, ...]:
     return schedules.stages_of_rank(job.schedule, rank, job.pp, job.chunks)
 
 
-def rank_share(job: Job, built: list[Stage], rank: int) -> Share:
-    """Parameters of one rank; tied ends on the same rank are one."""
-    share = Share(0, 0)
+def rank_share(job: Job, built: list[Stage], rank: int, pad: int = 1) -> Share:
+    """Parameters of one rank, rows filled up to multiples of `pad`; tied ends on the same rank are one."""
     own = [built[index] for index in own_stages(job, rank)]
+    share = Share(0, 0)
     for stage in own:
-        share += stage.share
+        share += stage.share if pad == 1 else stage_share(job, stage.content, pad)
     ends = any(s.content.first for s in own) and any(s.content.last for s in own)
     if job.model.tied and ends and len(own) > 1:
-        share = share._replace(dense=share.dense - parts(job.model, job.tp, job.ep, 1).head.dense)
+        head = parts(job.model, job.tp, job.ep, job.expert_width_split, pad).head
+        share = share._replace(dense=share.dense - head.dense)
     return share
+
+
+def shares(job: Job, built: list[Stage]) -> list[Share]:
+    """Parameters of every rank as they are split: rows filled up where ZeRO cuts them."""
+    pad = job.dp_shard * job.cp if job.zero else 1
+    return [rank_share(job, built, rank, pad) for rank in range(job.pp)]
+
+
+def own_layers(job: Job, built: list[Stage], rank: int) -> tuple[Share, int]:
+    """(parameters of a rank's layers, rows filled up, how many layers)."""
+    pad = job.dp_shard * job.cp if job.zero else 1
+    share, count = Share(0, 0), 0
+    for index in own_stages(job, rank):
+        content = built[index].content
+        share += layers_share(job, content, pad)
+        count += content.dense_layers + content.expert_layers
+    return share, count
 
 
 def rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
@@ -191,8 +209,3 @@ def rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
                 )
             )
     return found
-
-
-def stage_states(job: Job, share: Share) -> data.States:
-    """Model states of a rank that holds `share`."""
-    return data.states(job, share)

@@ -37,11 +37,12 @@ class Parts(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def parts(model: Model, tp: int, ep: int, expert_tp: int) -> Parts:
-    """Shares by the layout table; a tied head's copy on the last stage is the embedding's size."""
+def parts(model: Model, tp: int, ep: int, expert_tp: int, pad: int = 1) -> Parts:
+    """Shares by the layout table; a tied head's copy on the last stage is the embedding's size. The rows of
+    every dense parameter are filled up to a multiple of `pad`, as FSDP2 does to split them over `pad` ranks."""
     embedding = dense = expert = head = norm = Share(0, 0)
     for parameter in _representatives(model):
-        share = _share(model, parameter, tp, ep, expert_tp)
+        share = _share(model, parameter, tp, ep, expert_tp, pad)
         if parameter.layer is None:
             if parameter.role == "head":
                 head += share
@@ -54,7 +55,8 @@ def parts(model: Model, tp: int, ep: int, expert_tp: int) -> Parts:
         else:
             dense += share
     if model.tied:
-        head = Share(-(-model.vocab // tp) * model.hidden, 0)
+        rows = -(-model.vocab // tp)
+        head = Share(-(-rows // pad) * pad * model.hidden, 0)
     return Parts(embedding, dense, expert, head, norm)
 
 
@@ -64,7 +66,7 @@ def _representatives(model: Model) -> list[Parameter]:
     return [p for p in parameters(model) if p.trained and (p.layer is None or p.layer in layers)]
 
 
-def _share(model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int) -> Share:
+def _share(model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int, pad: int) -> Share:
     axes = placements(model, parameter.name)
     shape = list(parameter.shape)
     expert = isinstance(axes.get("ep"), Owned)
@@ -76,6 +78,8 @@ def _share(model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int)
         if split.replicable:
             degree = min(degree, units(model, split.unit))
         shape[split.dim] = -(-shape[split.dim] // degree)
+    if not expert:
+        shape[0] = -(-shape[0] // pad) * pad
     numel = 1
     for size in shape:
         numel *= size
@@ -102,11 +106,17 @@ def contents(model: Model, stages: int, even: bool = False) -> tuple[StageConten
     return tuple(found)
 
 
-def stage_share(job: Job, content: StageContent) -> Share:
-    """One rank's parameters of a stage. A tied head on the embedding's own stage is no second copy."""
-    part = parts(job.model, job.tp, job.ep, job.expert_width_split)
+def layers_share(job: Job, content: StageContent, pad: int = 1) -> Share:
+    """One rank's parameters of a stage's layers."""
+    part = parts(job.model, job.tp, job.ep, job.expert_width_split, pad)
     dense = content.dense_layers * part.dense_layer.dense + content.expert_layers * part.expert_layer.dense
-    share = Share(dense, content.expert_layers * part.expert_layer.expert)
+    return Share(dense, content.expert_layers * part.expert_layer.expert)
+
+
+def stage_share(job: Job, content: StageContent, pad: int = 1) -> Share:
+    """One rank's parameters of a stage. A tied head on the embedding's own stage is no second copy."""
+    part = parts(job.model, job.tp, job.ep, job.expert_width_split, pad)
+    share = layers_share(job, content, pad)
     if content.first and job.head_split == 1:
         share += part.embedding
     if content.last:

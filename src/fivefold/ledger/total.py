@@ -89,7 +89,7 @@ def estimate(job: Job) -> Ledger:
     cost = pipeline.costs(job)
     built = pipeline.stages(job, cost)
     line = pipeline.timeline(job, built)
-    shares = [pipeline.rank_share(job, built, rank) for rank in range(job.pp)]
+    shares = pipeline.shares(job, built)
     spare = transient(job)
     classes = tuple(
         RankClass(
@@ -160,11 +160,12 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     own = [built[index] for index in pipeline.own_stages(job, rank)]
     forward = sum(stage.times.forward for stage in own)
     backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
-    units = sum(
-        s.content.dense_layers + s.content.expert_layers + (s.content.first or s.content.last) for s in own
-    )
-    found = data.exposed(job, data.rows(job, share, max(1, units)), forward, backward)
+    layers, count = pipeline.own_layers(job, built, rank)
+    rest = share.total > layers.total
+    groups = data.Groups(share, layers, max(1, count + rest), max(1, count))
+    found = data.exposed(job, data.rows(job, groups), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
+    found += data.agreements(job)
     return Tail(sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found))
 
 

@@ -219,8 +219,9 @@ def _layouts(
     line = pipeline.timeline(plain, built)
     everywhere = dict(enumerate(line.peak_in_flight))
     for job in jobs:
-        missing = _missing(job, cost, shares, everywhere)
-        end = total.slowest(job, built, line, shares)[0] if missing <= 0 else 0.0
+        exact = pipeline.shares(job, built)
+        missing = _missing(job, cost, exact, everywhere)
+        end = total.slowest(job, built, line, exact)[0] if missing <= 0 else 0.0
         yield job, end + job.physics.step, missing
 
 
