@@ -10,6 +10,8 @@ from typing import NamedTuple
 from fivefold.ledger.job import Job
 from fivefold.ledger.operations import Core, layer, routed_rows
 
+BLOCK = 128  # queries of a block in nn/blocked_attention.py
+
 
 class Kept(NamedTuple):
     """Bytes by part of a layer."""
@@ -32,12 +34,12 @@ def kept(job: Job, expert: bool) -> Kept:
     core = layer(job, expert).core
     split = job.sequence_split
     streams = rows * model.hidden / split  # elements of the residual stream
-    fused = job.stack.fused or job.stack.compiled
+    fused = not _eager(job)
     norm = item if fused else 8 if item < 4 else 2 * item  # its input; or two float32 copies
     norms = 2 * streams * (norm + item)
     if job.stack.keep_gathered:
         norms += 2 * rows * model.hidden * item * (1 - 1 / split)
-    norms += 0 if fused else 2 * 4 * rows / split
+    norms += 0 if fused else 2 * max(4, item) * rows / split
     masks = 2 * streams if job.stack.dropout else 0.0
     return Kept(
         norms,
@@ -56,12 +58,23 @@ def _projections(job: Job, core: Core) -> float:
     found = float(rows * item * (queries + keys + values))
     if latent.kv_rank:
         found += rows * item * 2 * (latent.kv_rank + latent.q_rank)  # compressed, and normalised
+    if _eager(job):
+        found += rows * item * values  # attention's output is laid out anew for the projection
+        if job.model.positions == "rotary" and item < 8:  # cosine, sine, cast for queries and again for keys
+            found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
     if job.model.qk_norm:
         found += rows * item * (core.heads + core.kv_heads) * core.qk_dim
     return found
 
 
 def _scores(job: Job, core: Core) -> float:
+    if job.stack.attention == "blocked":  # probabilities of each block of queries up to its end
+        pairs = core.queries * (core.queries + BLOCK) / 2
+        if core.queries % BLOCK:
+            ends = [*range(BLOCK, core.queries, BLOCK), core.queries]
+            starts = range(0, core.queries, BLOCK)
+            pairs = sum((end - start) * end for start, end in zip(starts, ends, strict=True))
+        return float(core.batch * core.heads * pairs * job.itemsize)
     if job.stack.attention != "unfused":
         return 4.0 * core.batch * core.heads * core.queries
     pairs = float(core.batch * core.heads * core.queries * core.keys)
@@ -94,10 +107,20 @@ def saved(job: Job, expert: bool) -> float:
     if job.recompute == "full":
         return boundary
     if job.recompute == "attention":
-        return full.total - (full.core if job.stack.attention == "unfused" else 0.0)
+        return full.total - full.core - _core_output(job, expert)
     if job.recompute == "elementwise":
         return _matmul_outputs(job, expert) + full.core + boundary
     return full.total
+
+
+def _core_output(job: Job, expert: bool) -> float:
+    """The attention core's own output, where the projection keeps a copy of it besides."""
+    core = layer(job, expert).core
+    return float(job.tokens * job.itemsize * core.heads * core.v_dim) if _eager(job) else 0.0
+
+
+def _eager(job: Job) -> bool:
+    return not (job.stack.fused or job.stack.compiled)
 
 
 def _matmul_outputs(job: Job, expert: bool) -> float:

@@ -48,9 +48,16 @@ def hardware_flops(job: Job, convention: Convention = "causal") -> float:
     times = 2 if job.schedule in SPLITS_BACKWARD and job.pp > 1 else 1
     again = 0.0
     if job.recompute == "full":
-        again = (forward.layers + forward.core) * times
+        again = (forward.layers + forward.core - _not_repeated(job)) * times
     elif job.recompute == "attention":
         again = forward.core * times
-    if job.stack.attention != "unfused":
+    if job.stack.attention in ("flash", "fused"):
         again += forward.core / 2
     return model_flops(job, convention) + again * job.step_tokens
+
+
+def _not_repeated(job: Job) -> float:
+    """FLOPs per token of the dense layers' last product, which an early stop leaves out of recomputation."""
+    model = job.model
+    dense = model.experts.dense_layers if model.experts.count else model.layers
+    return 2.0 * model.hidden * model.ffn * dense if job.stack.early_stop else 0.0

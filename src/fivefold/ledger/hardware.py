@@ -32,6 +32,10 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
     def __hash__(self) -> int:
         return hash((self.name, self.memory))
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.name.startswith("CPU")
+
     def peak_of(self, precision: str) -> float:
         """Dense peak in FLOP/s; fp16 is as bf16, a precision without units runs in the next wider one."""
         return _rate(self.peak, precision)

@@ -9,7 +9,7 @@ from fivefold.ledger.physics import Physics
 from fivefold.spec import schedules
 
 Recompute = Literal["none", "attention", "elementwise", "full"]
-Attention = Literal["unfused", "flash", "fused"]
+Attention = Literal["unfused", "flash", "fused", "blocked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Stack:
     """What a software stack does, as far as bytes and seconds depend on it; declared, never fitted.
 
     Attributes:
-        attention: scores in memory; FlashAttention-2; or the vendor's newest kernel (cuDNN, FA3).
+        attention: scores in memory; FlashAttention-2; the vendor's newest kernel (cuDNN, FA3); or blocks of
+            queries that keep their probabilities (nn/blocked_attention.py, CPUs).
         fused: norms and activations are one kernel each and keep only their inputs.
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
@@ -42,6 +43,8 @@ class Stack:
             (nn/loss.py): kept are the gradients of the head's input and weight.
         keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op
             mode: 2).
+        early_stop: full recompute of a layer ends before its last product, whose output nothing needs (torch's
+            non-reentrant checkpoint).
         keep_gathered: sequence parallel keeps the gathered inputs of its matmuls, not their shards.
         dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
             same kernel (DeepEP, HybridEP); otherwise once per expert.
@@ -69,6 +72,7 @@ class Stack:
     loss_bytes: float = 14.0
     chunked_loss: bool = False
     keep_every: int = 1
+    early_stop: bool = False
     keep_gathered: bool = False
     dispatch_once: bool = False
     graphs: bool = False

@@ -46,6 +46,8 @@ def layer_work(job: Job, is_expert: bool) -> Work:
         "elementwise": stream + (matmuls / 2 if job.stack.keep_every > 1 else 0.0),
         "full": forward,
     }[job.recompute]
+    if job.recompute == "full" and job.stack.early_stop:
+        again -= _matmul(job, work.matmuls[-1])
     if job.recompute == "full":
         again += sum(r.exposed_seconds for r in rows if r.phase == "forward")
     split = job.schedule in SPLITS_BACKWARD and job.pp > 1

@@ -42,6 +42,8 @@ def core_seconds(core: Core, job: Job) -> tuple[float, float]:
     rate *= block / (block + physics.attention_half)
     if core.qk_dim % 8:
         rate *= physics.misaligned
+    if job.stack.attention == "blocked":
+        return core.causal_flops / rate, 2 * core.causal_flops / rate
     forward = core.causal_flops / rate + physics.matmul_ramp
     return forward, 2.5 * core.causal_flops / (rate * physics.attention_backward) + physics.matmul_ramp
 

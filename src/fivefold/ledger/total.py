@@ -123,7 +123,7 @@ def memory(job: Job, cost: Costs, held: float, rank: int, share: Share, buffers:
     allocated = sum(states) + active + buffers
     physics = job.physics
     overhead = physics.context_bytes + physics.fragmentation * (active + buffers)
-    if job.hardware.device.name.startswith("CPU"):
+    if job.hardware.device.is_cpu:
         overhead = physics.fragmentation * allocated
     return Memory(*states, active, buffers, overhead)
 

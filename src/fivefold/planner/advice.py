@@ -28,9 +28,8 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
     for axis in ("tp", "pp", "cp"):
         own = int(getattr(best, axis))
         for degree in (own // 2, own * 2):
-            rest = world // max(1, degree)
             others = best.pp * best.cp * best.tp // own
-            if degree >= 1 and rest % others == 0:
+            if degree and world % (degree * others) == 0:
                 yield f"{axis} {degree} instead of {own}", {axis: degree}
     for micro in (best.micro_batch // 2, best.micro_batch * 2):
         if micro:

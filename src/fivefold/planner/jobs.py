@@ -14,15 +14,20 @@ from fivefold.spec.mesh import Mesh, resolve
 ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
 
 
-def stack_of(config: Config) -> Stack:
+KEPT_SEQUENCE = 2048  # longest sequence for which nn/attention.py keeps probabilities on CPUs
+
+
+def stack_of(config: Config, on: Hardware) -> Stack:
     """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the
     compute
     type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
     moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    blocked = on.device.is_cpu and item >= 4
+    blocked = blocked and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
     return Stack(
-        attention="flash",
+        attention="blocked" if blocked else "flash",
         compute_copy=0,
         master=exact,
         gather=item,
@@ -31,6 +36,7 @@ def stack_of(config: Config) -> Stack:
         moments=moments * exact,
         chunked_loss=True,
         fused_loss=True,
+        early_stop=True,
         overlap_gradients=True,
         overlap_parameters=True,
     )
@@ -67,7 +73,7 @@ def job_of(config: Config) -> Job:
         recompute=parallel.recompute,
         precision=config.precision.dtype,
         itemsize=ITEMSIZES[config.precision.dtype],
-        stack=stack_of(config),
+        stack=stack_of(config, on),
         imbalance=1.2 if parallel.ep > 1 else 1.0,
         pp=resolved.mesh.pp,
         dp_replicate=resolved.mesh.dp_replicate,

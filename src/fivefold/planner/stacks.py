@@ -26,7 +26,7 @@ def says(row: Columns, pattern: str) -> bool:
 
 
 def is_hopper_or_newer(row: Columns) -> bool:
-    return re.search(r"H100|H200|H800|B200|B300|MI3|GH200", row["gpu"]) is not None
+    return re.search(r"H100|H200|H800|B200|B300|MI3|GH200", row.get("gpu", "")) is not None
 
 
 def attention(row: Columns) -> Attention:
@@ -55,7 +55,7 @@ def fsdp(row: Columns) -> bool:
 
 def gelu(row: Columns) -> bool:
     """Whether the feed-forward has no gate, where the parameter count does not tell."""
-    named = f"{row['model']} {row['source']}"
+    named = f"{row.get('model', '')} {row.get('source', '')}"
     plain = re.search(r"GPT|MPT|BLOOM|Turing|MT-NLG|\bOPT\b|Nemotron-4|NeoX", named)
     return plain is not None and not says(row, r"swiglu|GPT-OSS")
 
@@ -103,6 +103,7 @@ def stack_of(row: Columns) -> Stack:
         overlap_pipeline=True,
         fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge") or compiled,
         loss_bytes=6.0 if megatron(row) else 12.0 if compiled else 14.0,
+        early_stop=says(row, r"torchtitan"),
         keep_gathered=says(row, r"async TP linear"),
         keep_every=2 if says(row, r"per-op SAC") else 1,
         graphs=graphs(row),
@@ -113,7 +114,7 @@ def stack_of(row: Columns) -> Stack:
 
 def graphs(row: Columns) -> bool:
     """Whether launches are recorded: NVIDIA's recipes do so on NVL72 machines; elsewhere only "in some"."""
-    return says(row, r"Megatron-Bridge") and row["gpu"].startswith("GB")
+    return says(row, r"Megatron-Bridge") and row.get("gpu", "").startswith("GB")
 
 
 def half_reduce(row: Columns, gradient: int) -> bool:

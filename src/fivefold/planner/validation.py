@@ -62,7 +62,7 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
         except Missing as column:
             yield from (_skip(row, name, value, f"no {column}") for name, value in quantities.items())
             continue
-        except BadInput as error:
+        except (BadInput, ArithmeticError) as error:  # sizes that contradict each other
             yield from (_skip(row, name, value, str(error)) for name, value in quantities.items())
             continue
         for name, value in quantities.items():

@@ -44,7 +44,7 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
         sequence_length=config.batch.sequence_length,
         precision=config.precision.dtype,
         itemsize=ITEMSIZES[config.precision.dtype],
-        stack=stack_of(config),
+        stack=stack_of(config, hardware),
         fixed=fixed,
         context=config.parallel.context,
     )

@@ -1,0 +1,190 @@
+"""The planner's commands as people and scripts meet them: contracts, exit codes, bars."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.cli.main import main
+from fivefold.planner.validation import summary, validate
+
+PLAN = """
+[model]
+preset = "llama3-8b"
+[cluster]
+preset = "2x8 h100"
+[batch]
+global_batch = 64
+sequence_length = 8192
+[precision]
+dtype = "bf16"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN)
+    return str(path)
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    assert main(words) == code
+    out = capsys.readouterr().out
+    return json.loads(out)
+
+
+def test_estimate_keeps_its_contract(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "estimate", config, "--json", "--set", "parallel.zero=3")
+    assert {"fits", "reason", "world_size", "bubble_fraction", "communication_compute_ratio"} <= set(found)
+    assert {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "hfu"} <= set(found)
+    assert {"total", "active", "per_rank_max"} <= set(found["parameters"])
+    parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "capacity", "rank")
+    assert set(parts) <= set(found["memory"])
+    assert {"model_per_step", "hardware_per_step"} == set(found["flops"])
+    assert {"step", "compute", "exposed_communication", "bubble", "optimizer"} <= set(found["time"])
+    keys = {
+        "axis",
+        "primitive",
+        "phase",
+        "count",
+        "bytes_per_rank",
+        "wire_bytes",
+        "seconds",
+        "exposed_seconds",
+    }
+    assert all(keys <= set(row) for row in found["traffic"])
+    assert found["world_size"] == 16
+    assert found["parameters"]["total"] == 8_030_261_248
+    time = found["time"]
+    assert time["step"] == pytest.approx(sum(v for k, v in time.items() if k != "step"), rel=1e-6)
+    memory = found["memory"]
+    assert memory["peak"] == pytest.approx(sum(memory[k] for k in (*parts[:5], "overhead")))
+
+
+def test_estimate_says_no_with_one(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "estimate", config, "--json", "--set", "parallel.dp_replicate=16", code=1)
+    assert not found["fits"]
+    assert "missing" in found["reason"]
+    assert main(["estimate", config, "--set", "parallel.tp=3"]) == 2
+    assert main(["estimate", config, "--set", "parallel.pp=4", "--set", "parallel.schedule=dualpipev",
+                 "--set", "parallel.zero=1", "--set", "batch.global_batch=4"]) == 2  # fmt: skip
+    assert "8" in capsys.readouterr().err  # the nearest legal number of micro-batches
+
+
+def test_every_line_explains_itself(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    zero = ("--set", "parallel.zero=3")
+    assert main(["estimate", config, *zero, "--explain", "list"]) == 0
+    for line in capsys.readouterr().out.split():
+        assert main(["estimate", config, *zero, "--explain", line]) == 0
+        out = capsys.readouterr().out
+        assert "source:" in out
+        assert any(letter.isdigit() for letter in out)
+    assert main(["estimate", config, *zero, "--explain", "memory.optimiser"]) == 2
+
+
+def test_plan_keeps_its_contract(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, "plan", config, "--json")
+    assert {"searched", "feasible", "seconds", "best", "ranking", "neighbours"} <= set(found)
+    assert found["best"]["fits"]
+    assert found["best"]["time"]["step"] == pytest.approx(found["ranking"][0]["step"])
+    steps = [item["step"] for item in found["ranking"]]
+    assert steps == sorted(steps)
+
+
+def test_the_plan_is_a_config(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What plan emits, estimate takes, and finds the same step."""
+    found = document(capsys, "plan", config, "--json")
+    assert main(["plan", config, "--emit", "fivefold"]) == 0
+    best = tmp_path / "best.toml"
+    best.write_text(capsys.readouterr().out)
+    assert document(capsys, "estimate", str(best), "--json")["time"]["step"] == pytest.approx(
+        found["best"]["time"]["step"]
+    )
+
+
+def test_forcing_tp_across_nodes_shows_its_price(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Worked question: NVLink to InfiniBand under tensor parallel."""
+    inside = document(capsys, "plan", config, "--json", "--set", "parallel.tp=8")["best"]
+    across = document(capsys, "plan", config, "--json", "--set", "parallel.tp=16")
+    assert across["best"]["time"]["step"] > 1.2 * inside["time"]["step"]
+    rows = [row for row in across["best"]["traffic"] if row["axis"] == "tp"]
+    assert all(row["link"] == "between nodes" for row in rows)
+
+
+def test_a_plan_that_cannot_be_says_what_would(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", config, "--json", "--set", 'model.preset="llama3-405b"']
+    found = document(capsys, *words, code=1)
+    assert found["best"] is None
+    text = " ".join(found["reasons"])
+    assert "GiB" in text
+    assert "devices" in text
+
+
+def test_batch_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """From 4M to 16M tokens: four times the batch, 4 × linear, 2 × sqrt, a warning for linear under AdamW."""
+    words = ["batch", config, "--json", "--tokens", "16M", "--set", "batch.global_batch=512"]
+    found = document(capsys, *words, "--set", "optimizer.lr=1e-4")
+    assert found["global_batch"] == 2048
+    lr = {item["rule"]: item["lr"] for item in found["learning_rates"]}
+    assert lr == pytest.approx({"none": 1e-4, "linear": 4e-4, "sqrt": 2e-4})
+    assert any("break" in item["note"] for item in found["learning_rates"] if item["rule"] == "linear")
+    for way in found["legal"]:
+        assert way["data_parallel"] * way["micro_batch"] * way["accumulation"] == 2048
+    assert main(["batch", config, "--tokens", "10000"]) == 2
+    assert "8192 or 16384" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def checks() -> Any:
+    return validate()
+
+
+def test_predictions_are_within_their_bars(checks: Any) -> None:
+    totals = summary(checks)
+    time, memory = totals["step_time"], totals["peak_memory"]
+    assert time["median_of_source_medians"] <= 0.10
+    assert memory["median_of_source_medians"] <= 0.08
+    assert time["within_25_percent"] >= 0.85
+    assert (time["predicted"] + memory["predicted"]) / (time["rows"] + memory["rows"]) >= 0.70
+
+
+def test_calculons_eight_rows(checks: Any) -> None:
+    """Korthikanti 2022 table 5: mean error ≤ 3.6 %, worst ≤ 8.8 % (Calculon's own figures)."""
+    errors = [abs(check.error) for check in checks if check.id.startswith("korth22_t5")]
+    assert len(errors) == 8
+    assert sum(errors) / 8 <= 0.036
+    assert max(errors) <= 0.088
+
+
+def test_skips_name_a_missing_column(checks: Any) -> None:
+    assert all(check.skipped.startswith("no ") for check in checks if check.predicted is None)
+
+
+def test_validate_takes_other_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file with fewer columns; an unknown GPU is skipped with its reason, never a crash."""
+    path = tmp_path / "runs.tsv"
+    head = "id source gpu n_gpus layers hidden ffn_hidden heads vocab seq_len tp pp dp micro_batch global_batch_seqs"
+    cells = "a some H100-SXM-80GB 8 32 4096 14336 32 128256 8192 1 1 8 1 64"
+    other = "b some Abacus 8 32 4096 14336 32 128256 8192 1 1 8 1 64"
+    rows = [[*line.split(), last] for line, last in ((head, "step_time_s"), (cells, "9.0"), (other, "9.0"))]
+    path.write_text("\n".join("\t".join(row) for row in rows) + "\n")
+    main(["validate", str(path), "--json"])
+    found = json.loads(capsys.readouterr().out)["rows"]
+    assert found[0]["predicted"] > 0
+    assert found[1]["skipped"]
+    assert main(["validate", str(tmp_path / "none.tsv")]) == 2
+
+
+@pytest.mark.parametrize("words", [["plan", "--help"], ["estimate", "quickstart", "--json"]])
+def test_planning_needs_no_torch(words: list[str]) -> None:
+    """Start-up is the laptop's: no torch, no numpy."""
+    code = (
+        "import sys; from fivefold.cli.main import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
