@@ -3,12 +3,21 @@
 import argparse
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fivefold.cli.arguments import add_config_arguments
 from fivefold.cli.extras import require_torch
+from fivefold.config.errors import BadInput
 from fivefold.config.load import load
 from fivefold.config.tree import Config
 from fivefold.spec.legal import check_trainable, resolve_config
+
+if TYPE_CHECKING:
+    from fivefold.trainer.place import Place
+
+MOST_RANKS_PER_CORE = 32
+"""Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Starts the local ranks the layout needs; under a launcher, is one rank."""
+    from fivefold.trainer.launch import as_rank
     from fivefold.trainer.place import place_from
 
     place = place_from(os.environ)
+    with as_rank(place):
+        return _run(arguments, place)
+
+
+def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
     config = load(arguments.config, arguments.overrides)
     resolved = resolve_config(config, place.world_size if place else 0)
     check_trainable(resolved)
@@ -29,30 +44,36 @@ def run(arguments: argparse.Namespace) -> int:
         directory = _check_inputs(config, arguments.resume)
         if resolved.mesh.world_size > 1:
             return _start(arguments, resolved.mesh.world_size, directory)
-    from fivefold.trainer.launch import as_rank
     from fivefold.trainer.work import work
 
-    with as_rank(place):
-        work(resolved, place, arguments.resume)
+    work(resolved, place, arguments.resume)
     return 0
 
 
 def _check_inputs(config: Config, resume: bool) -> str:
     """Refuses what can be seen to be wrong before a process is started; returns the run directory."""
     from fivefold.data.source import check_paths
+    from fivefold.data.tokenizer import load_tokenizer
     from fivefold.observe.sinks import check_sinks
     from fivefold.trainer.directory import choose_directory
 
     check_paths(config.data)
+    if config.data.tokenizer:
+        load_tokenizer(Path(config.data.tokenizer).expanduser(), config.model.vocab)
     check_sinks(config.log.sinks)
     return str(choose_directory(config.run, resume))
 
 
 def _start(arguments: argparse.Namespace, ranks: int, directory: str) -> int:
-    from pathlib import Path
-
     from fivefold.trainer.launch import start_local
+    from fivefold.trainer.place import usable_cores
 
+    most = MOST_RANKS_PER_CORE * usable_cores()
+    if ranks > most:
+        raise BadInput(
+            f"{ranks} local ranks: more than {MOST_RANKS_PER_CORE} for each of this machine's cores; at most "
+            f"{most} here, or start the ranks of several machines with torchrun or srun"
+        )
     words = ["-m", "fivefold", "train", arguments.config]
     for override in [*arguments.overrides, f"run.dir={directory}"]:
         words += ["--set", override]

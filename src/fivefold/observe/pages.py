@@ -51,7 +51,7 @@ def start_page(facts: StartFacts) -> RenderableType:
         ("data", _data(facts)),
         ("precision", _PRECISION[config.precision.dtype]),
         ("device", facts.device),
-        ("matmul", facts.matmul),
+        ("machine", facts.matmul),
         ("peak", f"{flops_text(facts.peak_flops)} a rank, {facts.peak_source}; MFU is stated against it"),
         ("run", str(facts.directory)),
     ]

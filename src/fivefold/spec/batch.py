@@ -122,15 +122,11 @@ class LearningRate:
 def learning_rate(optimizer: Optimizer, schedule: Schedule, plan: BatchPlan, steps: int) -> LearningRate:
     """The learning-rate function of a run of `steps` optimizer steps.
 
-    Raises:
-        ConfigError: a warmup that the run would not see the end of.
+    A warmup longer than the run is allowed: a short trial of a long run's config then ends on its way up.
     """
-    warmup, total = warmup_tokens(schedule, optimizer, plan), steps * plan.global_batch_tokens
-    if warmup > total:
-        key = "warmup_tokens" if schedule.warmup_tokens else "warmup_steps"
-        raise ConfigError(
-            f"schedule.{key} = {getattr(schedule, key)}: {warmup} tokens of warmup, more than the whole run's "
-            f"{total}; expected at most {getattr(schedule, key) * total // warmup}, or run.steps of at least "
-            f"{-(-warmup // plan.global_batch_tokens)}"
-        )
-    return LearningRate(schedule, peak_learning_rate(optimizer, plan.global_batch), warmup, total)
+    return LearningRate(
+        schedule,
+        peak_learning_rate(optimizer, plan.global_batch),
+        warmup_tokens(schedule, optimizer, plan),
+        steps * plan.global_batch_tokens,
+    )

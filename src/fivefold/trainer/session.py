@@ -95,6 +95,8 @@ def open_session(place: Place | None, backend: str, timeout_seconds: float) -> I
     timeout = timedelta(seconds=timeout_seconds)
     if backend == "default":
         backend = machine.default_backend(device)
+    if not dist.is_backend_available(backend):
+        raise BadInput(f"parallel.backend = {backend}: not in this torch; set gloo or default")
     wrapped = backend == "gloo"
     name = register(recorder, timeout) if wrapped else backend
     store = open_store(place, timeout_seconds) if place else HashStore()

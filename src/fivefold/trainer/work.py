@@ -128,7 +128,8 @@ def _start_facts(loop: Loop, settled: _Settled, store: TokenStore, entropy: floa
         data_tokens=store.manifest.tokens,
         unigram_entropy=entropy,
         device=f"{kind}, {session.backend}",
-        matmul=settled.machine_reason or f"{chosen.matmul}, from the run's config",
+        matmul=settled.machine_reason
+        or f"matmul {chosen.matmul}, malloc {chosen.malloc}: as measured at the first start",
         peak_flops=chosen.peak_flops,
         peak_source="fastest matmul measured at the first start",
     )

@@ -9,7 +9,7 @@ from fivefold.nn.decoder import Decoder
 from fivefold.nn.generate import generate
 from fivefold.trainer import shelf
 from fivefold.trainer.checkpoint import load_tensors
-from fivefold.trainer.directory import CHECKPOINTS, CONFIG, TOKENIZER
+from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, check_run
 from fivefold.trainer.machine import device
 
 
@@ -45,8 +45,7 @@ def _find(run: Path) -> tuple[Path, Path]:
     """The run directory and the checkpoint that a path means."""
     if run.parent.name == CHECKPOINTS and run.is_dir():
         return run.parent.parent, run
-    if not (run / CONFIG).is_file():
-        raise BadInput(f"{run}: not a run directory (no {CONFIG}); give the directory that train printed")
+    check_run(run)
     found = shelf.complete(run / CHECKPOINTS)
     if not found:
         raise BadInput(f"{run}: no complete checkpoint yet; wait for one, or train on with --resume")
