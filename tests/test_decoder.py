@@ -163,11 +163,16 @@ def test_blocked_attention_is_attention(sequence: int, kv_heads: int) -> None:
         assert (f - e).norm() <= 1e-14 * scale
 
 
-def test_long_documents_fall_back_to_flash() -> None:
+@pytest.mark.parametrize("boundary", [None, 900])
+def test_long_sequences_fall_back_to_flash(boundary: int | None) -> None:
     """Above the length whose probabilities are kept, the result is the same."""
-    q = torch.randn(1, 2, 2100, 4, dtype=torch.float64)
-    segments = Segments((2100,), whole_rows=True)
-    assert torch.allclose(causal_attention(q, q, q, segments), blocked_causal_attention(q, q, q), atol=1e-13)
+    q = torch.randn(2, 2, 2100, 4, dtype=torch.float64)
+    documents = torch.zeros(2, 2100, dtype=torch.int32)
+    if boundary:
+        documents[0, boundary:] = 1
+    segments = Segments.from_documents(documents)
+    found, expected = causal_attention(q, q, q, segments), blocked_causal_attention(q, q, q, documents)
+    assert torch.allclose(found, expected, atol=1e-13)
 
 
 class LargestFloat(TorchDispatchMode):

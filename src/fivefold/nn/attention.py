@@ -14,8 +14,8 @@ from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import Rotary, apply_rotary
 
 KEPT_SEQUENCE = 2048
-"""On CPUs, the longest document whose attention probabilities are kept for backward; longer ones are computed
-again by torch's flash kernel, in memory that grows with the length and not with its square."""
+"""On CPUs, the longest sequence whose attention probabilities are kept for backward; of longer ones torch's flash
+kernel computes them again, in memory that grows with the length and not with its square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +24,22 @@ class Segments:
 
     Attributes:
         lengths: tokens of each document; a row's end always ends one.
-        whole_rows: every row is one document.
+        documents: `[batch, sequence]`, which document of its row a token is in; None = every row is one.
     """
 
     lengths: tuple[int, ...]
-    whole_rows: bool
+    documents: Tensor | None = None
 
     @staticmethod
-    def from_documents(documents: Tensor) -> "Segments":
-        """Segments of `documents` `[batch, sequence]`, the number of the document each token is in."""
+    def from_documents(documents: Tensor, device: torch.device | None = None) -> "Segments":
+        """Segments of `documents` `[batch, sequence]`; look at them on the CPU, before they go to `device`."""
         starts = torch.ones_like(documents, dtype=torch.bool)
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
         first = starts.flatten().nonzero().flatten()
         ends = torch.cat((first[1:], first.new_tensor([documents.numel()])))
         lengths = tuple((ends - first).tolist())
-        return Segments(lengths, whole_rows=len(lengths) == documents.shape[0])
+        whole_rows = len(lengths) == documents.shape[0]
+        return Segments(lengths, None if whole_rows else documents.to(device or documents.device))
 
 
 class Packed(NamedTuple):
@@ -52,7 +53,7 @@ class Packed(NamedTuple):
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
     """Softmax attention of each token to itself and the tokens before it in its document.
 
-    A mask would disable flash attention, so documents are told apart by lengths instead.
+    A mask would disable flash attention, so to its kernels documents are told apart by lengths.
 
     Args:
         query: `[batch, heads, sequence, head_dim]`.
@@ -61,41 +62,42 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     Returns:
         `[batch, heads, sequence, head_dim]`.
     """
-    grouped = query.shape[1] != key.shape[1]
-    if segments.whole_rows:
-        return _causal(query, key, value, grouped)
     batch, heads, sequence, head_dim = query.shape
+    exact = query.dtype in (torch.float32, torch.float64)
+    if query.device.type == "cpu" and exact and sequence <= KEPT_SEQUENCE:
+        return blocked_causal_attention(query, key, value, segments.documents)
+    if segments.documents is None:
+        return _flash(query, key, value)
     packed = Packed(*(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)))
     attend = _packed_flash if _has_packed_flash(query) else _document_by_document
-    return attend(packed, segments, grouped).view(batch, sequence, heads, head_dim).transpose(1, 2)
+    return attend(packed, segments).view(batch, sequence, heads, head_dim).transpose(1, 2)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """torch's kernel for this device; shapes as in `causal_attention`."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
 def _has_packed_flash(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
-def _packed_flash(packed: Packed, segments: Segments, grouped: bool) -> Tensor:
+def _packed_flash(packed: Packed, segments: Segments) -> Tensor:
     lengths = torch.tensor((0, *segments.lengths), dtype=torch.int32, device=packed.query.device)
     ends = lengths.cumsum(0, dtype=torch.int32)
     longest = max(segments.lengths)
+    grouped = packed.query.shape[1] != packed.key.shape[1]
     out = varlen_attn(*packed, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out
 
 
-def _document_by_document(packed: Packed, segments: Segments, grouped: bool) -> Tensor:
+def _document_by_document(packed: Packed, segments: Segments) -> Tensor:
     lengths = list(segments.lengths)
     query, key, value = (torch.split(x.transpose(0, 1).unsqueeze(0), lengths, dim=2) for x in packed)
-    pieces = [_causal(*document, grouped) for document in zip(query, key, value, strict=True)]
+    pieces = [_flash(*document) for document in zip(query, key, value, strict=True)]
     return torch.cat(pieces, dim=2).squeeze(0).transpose(0, 1)
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> Tensor:
-    """One causal call; see `causal_attention` for the shapes."""
-    exact = query.dtype in (torch.float32, torch.float64)
-    if query.device.type == "cpu" and exact and query.shape[2] <= KEPT_SEQUENCE:
-        return blocked_causal_attention(query, key, value)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

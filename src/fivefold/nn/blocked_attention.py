@@ -15,8 +15,10 @@ _BLOCK = 128
 """Queries in a block."""
 
 
-def blocked_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention of each position to itself and those before it.
+def blocked_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of each position to itself and those before it in its document.
 
     Keeps (T² + 128·T) / 2 probabilities per head for backward, for sequence length T.
 
@@ -24,6 +26,7 @@ def blocked_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tenso
         query: `[batch, heads, sequence, head_dim]`.
         key: `[batch, kv_heads, sequence, head_dim]`, as is value; query head h reads KV head
             h · kv_heads / heads.
+        documents: `[batch, sequence]`, the document each position is in; None = one a row.
 
     Returns:
         `[batch, heads, sequence, head_dim]`.
@@ -32,21 +35,26 @@ def blocked_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tenso
     kv_heads = key.shape[1]
     # The queries of one block that share a KV head become rows of one matrix.
     grouped = query.reshape(batch * kv_heads, heads // kv_heads, sequence, head_dim)
-    out: Tensor = _BlockedCausal.apply(grouped, key.flatten(0, 1), value.flatten(0, 1))  # type: ignore[no-untyped-call]
+    rows = None if documents is None else documents.repeat_interleave(kv_heads, dim=0)
+    out: Tensor = _BlockedCausal.apply(grouped, key.flatten(0, 1), value.flatten(0, 1), rows)  # type: ignore[no-untyped-call]
     return out.view(batch, heads, sequence, head_dim)
 
 
 class _BlockedCausal(torch.autograd.Function):
-    """query `[n, group, sequence, head_dim]`, key and value `[n, sequence, head_dim]`."""
+    """query `[n, group, sequence, head_dim]`, key and value `[n, sequence, head_dim]`, documents
+    `[n, sequence]` or None."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         kept = []
         for start, end in _blocks(query.shape[2]):
             scores = _scores(query[:, :, start:end], key[:, :end])
             future = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
             scores[..., start:].masked_fill_(future, float("-inf"))
+            if documents is not None:
+                elsewhere = documents[:, start:end].unsqueeze(2) != documents[:, :end].unsqueeze(1)
+                scores.masked_fill_(elsewhere.unsqueeze(1), float("-inf"))
             probabilities = scores.softmax(dim=-1)
             out[:, :, start:end] = _rows(probabilities, value[:, :end])
             kept.append(probabilities)
@@ -55,7 +63,7 @@ class _BlockedCausal(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, out, *kept = ctx.saved_tensors
         scale = 1 / sqrt(query.shape[-1])
         query_slope = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -72,7 +80,7 @@ class _BlockedCausal(torch.autograd.Function):
             key_slope[:, :end].baddbmm_(
                 score_slope.flatten(1, 2).transpose(1, 2), query[:, :, here].flatten(1, 2), alpha=scale
             )
-        return query_slope, key_slope, value_slope
+        return query_slope, key_slope, value_slope, None
 
 
 def _blocks(sequence: int) -> list[tuple[int, int]]:

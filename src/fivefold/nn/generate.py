@@ -38,7 +38,7 @@ def generate(
     tokens, new = list(prompt), []
     for _ in range(count):
         window = torch.tensor([tokens[-context:]], device=device)
-        logits = decoder(window, Segments((window.shape[1],), whole_rows=True))[0, -1].float().cpu()
+        logits = decoder(window, Segments((window.shape[1],)))[0, -1].float().cpu()
         token = _draw(logits, temperature, top_k, generator)
         if token == end_of_text:
             break

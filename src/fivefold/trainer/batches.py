@@ -30,7 +30,7 @@ class MicroBatch:
     @staticmethod
     def of(batch: Batch, device: torch.device, sample_ids: tuple[int, ...] = ()) -> "MicroBatch":
         """`batch` on `device`; everything that needs to look at values is done before it goes there."""
-        segments, counted = Segments.from_documents(batch.documents), batch.loss_tokens
+        segments, counted = Segments.from_documents(batch.documents, device), batch.loss_tokens
         moved = batch.to(device)
         return MicroBatch(moved.tokens, moved.labels, segments, counted, sample_ids)
 
