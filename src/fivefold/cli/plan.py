@@ -2,16 +2,19 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from fivefold.cli.arguments import add_config_arguments, add_json_argument
 from fivefold.config.load import dump, load, written_keys
 from fivefold.ledger.total import estimate
 from fivefold.planner.advice import neighbours, unfit
-from fivefold.planner.document import document, layout_of
+from fivefold.planner.document import document, layout_of, title_of
+from fivefold.planner.figures import front, gantt
 from fivefold.planner.search import Outcome, search
 from fivefold.planner.space import Wish, size
 from fivefold.planner.wishes import config_of, wish_of
+from fivefold.render.html import page
 from fivefold.render.ledger import ledger_text
 from fivefold.render.tables import table
 from fivefold.render.units import bytes_text, count_text, percent_text, seconds_text
@@ -37,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--emit", choices=("fivefold",), help="print only the best layout, as a config that trains it"
     )
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
     parser.epilog = (
         "Keys of [parallel] and batch.micro_batch that the config or --set writes are fixed; -1 and what is "
         "not written is free."
@@ -64,6 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(dump(config_of(config, best.job)), end="")
         return 0
     found = _document(wish, outcome)
+    if arguments.html:
+        best_gantt = gantt(best.job) if best.job.pp > 1 else None
+        text = page(
+            title_of(config), found["best"], best_gantt, found["ranking"], found["neighbours"], front(wish)
+        )
+        Path(arguments.html).write_text(text, encoding="utf-8")
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
