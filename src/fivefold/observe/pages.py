@@ -199,12 +199,22 @@ def _lr_course(resolved: Resolved) -> str:
 def _data(facts: StartFacts) -> str:
     config = facts.resolved.config
     wanted = config.run.steps * facts.resolved.batch.global_batch_tokens
+    sources = [
+        f"{each.documents:,} documents, {count_text(each.tokens)} tokens from {each.path}"
+        for each in facts.sources
+    ]
+    passes = [f"{each.passes:.2f} passes over" for each in facts.sources]
+    if len(sources) > 1:
+        sources = [
+            f"{each.share:.1%} of the samples, {passes} {text}"
+            for each, passes, text in zip(facts.sources, passes, sources, strict=True)
+        ]
     return "\n".join(
         [
-            f"{facts.documents:,} documents, {count_text(facts.data_tokens)} tokens from {config.data.path}",
+            *sources,
             f"unigram entropy {facts.unigram_entropy:.3f} nats: the loss of knowing only frequencies",
-            f"{config.run.steps:,} steps read {count_text(wanted)} tokens, "
-            f"{wanted / max(facts.data_tokens, 1):.2f} passes over them",
+            f"{config.run.steps:,} steps read {count_text(wanted)} tokens"
+            + (f", {passes[0]} them" if len(sources) == 1 else ""),
         ]
     )
 

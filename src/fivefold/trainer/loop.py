@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fivefold.config.load import dump
-from fivefold.data.samples import Samples
+from fivefold.data.mixture import Mixture
 from fivefold.ledger.flops import forward_per_token
 from fivefold.nn.generate import generate
 from fivefold.observe.clock import StepClock
@@ -39,7 +39,7 @@ class Loop:
 
     session: Session
     resolved: Resolved
-    samples: Samples
+    samples: Mixture
     checkpoints: Checkpointer
     stop_requested: Callable[[], bool]
     observer: Observer = field(default_factory=Observer)

@@ -3,6 +3,7 @@
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import msgspec
 import torch
 
 from fivefold.config.tree import Config
-from fivefold.data.samples import Samples
+from fivefold.data.mixture import Mixture
 from fivefold.data.shards import prepare
 from fivefold.data.store import TokenStore, open_store
-from fivefold.observe.facts import EndFacts, StartFacts
+from fivefold.observe.facts import EndFacts, SourceFacts, StartFacts
 from fivefold.observe.observer import open_observer
 from fivefold.observe.progress import PreparationProgress
 from fivefold.spec.legal import Resolved
@@ -34,7 +35,7 @@ class _Settled:
 
     config: Config
     directory: Path
-    tokens: Path
+    tokens: tuple[Path, ...]
     machine_reason: str
 
 
@@ -54,8 +55,8 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
         resolved = replace(resolved, config=settled.config)
         if note := machine.apply(settled.config.machine):
             print(f"rank {session.rank}: {note}", file=sys.stderr)
-        store = open_store(settled.tokens)
-        samples = Samples(store, config.data, resolved.batch.sequence_length, config.run.seed)
+        stores = [open_store(directory) for directory in settled.tokens]
+        samples = Mixture(stores, config.data, resolved.batch.sequence_length, config.run.seed)
         checkpoints = Checkpointer(settled.directory / CHECKPOINTS, config.checkpoint)
         loop = Loop(session, resolved, samples, checkpoints, lambda: bool(stop))
         if resume:
@@ -68,32 +69,32 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
             start_step=loop.counters.step,
         )
         with loop.observer:
-            _train(loop, settled, store, stop)
+            _train(loop, settled, stores, stop)
         checkpoints.close()
 
 
 def _settle(config: Config, resume: bool, device: torch.device) -> _Settled:
     """Rank 0's choices, written into the run's config."""
     directory = choose_directory(config.run, resume)
-    tokens = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
+    stores = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
     measured, reason = machine.measure(config.machine, config.precision.dtype, device)
     run = msgspec.structs.replace(config.run, dir=str(directory))
     config = msgspec.structs.replace(config, run=run, machine=measured)
     write_config(directory, config)
-    shutil.copyfile(tokens.directory / TOKENIZER, directory / TOKENIZER)
-    return _Settled(config, directory, tokens.directory, reason)
+    shutil.copyfile(stores[0].directory / TOKENIZER, directory / TOKENIZER)
+    return _Settled(config, directory, tuple(store.directory for store in stores), reason)
 
 
-def _train(loop: Loop, settled: _Settled, store: TokenStore, stop: StopSignal) -> None:
+def _train(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], stop: StopSignal) -> None:
     observer, start_tokens, started = loop.observer, loop.counters.tokens, time.monotonic()
     entropy = loop.samples.unigram_entropy() if loop.session.is_main else 0.0
-    observer.start(_start_facts(loop, settled, store, entropy))
+    observer.start(_start_facts(loop, settled, stores, entropy))
     ended = loop.run()
     seconds = time.monotonic() - started
     sample = ""
     count = settled.config.run.sample_tokens
     if count and ended == "done":
-        tokenizer = store.tokenizer()
+        tokenizer = stores[0].tokenizer()
         prompt = tokenizer.encode([SAMPLE_PROMPT])[0]
         sample = SAMPLE_PROMPT + tokenizer.decode(loop.sample(prompt, count))
     observer.finish(
@@ -112,8 +113,9 @@ def _train(loop: Loop, settled: _Settled, store: TokenStore, stop: StopSignal) -
     )
 
 
-def _start_facts(loop: Loop, settled: _Settled, store: TokenStore, entropy: float) -> StartFacts:
+def _start_facts(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], entropy: float) -> StartFacts:
     session, chosen = loop.session, settled.config.machine
+    planned = settled.config.run.steps * loop.resolved.batch.global_batch
     threads = torch.get_num_threads()
     kind = (
         f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
@@ -124,8 +126,12 @@ def _start_facts(loop: Loop, settled: _Settled, store: TokenStore, entropy: floa
         resolved=loop.resolved,
         directory=settled.directory,
         start_step=loop.counters.step,
-        documents=store.manifest.documents,
-        data_tokens=store.manifest.tokens,
+        sources=[
+            SourceFacts(store.manifest.source, share, store.manifest.documents, store.manifest.tokens, passes)
+            for store, share, passes in zip(
+                stores, loop.samples.shares, loop.samples.passes(planned), strict=True
+            )
+        ],
         unigram_entropy=entropy,
         device=f"{kind}, {session.backend}",
         matmul=settled.machine_reason
