@@ -52,8 +52,8 @@ class Physics:
     gradient_window: float = 0.9
     collective_ramp: float = 1e7
     launch: float = 7.5e-6
-    expert_kernels: float = 350.0
-    local_expert_kernels: float = 20.0
+    expert_kernels: float = 500.0
+    local_expert_kernels: float = 12.0
     step: float = 0.02
     context_bytes: float = 1.8e9
-    fragmentation: float = 0.06
+    fragmentation: float = 0.08
