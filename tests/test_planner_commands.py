@@ -148,7 +148,7 @@ def test_predictions_are_within_their_bars(checks: Any) -> None:
     time, memory = totals["step_time"], totals["peak_memory"]
     assert time["median_of_source_medians"] <= 0.10
     assert memory["median_of_source_medians"] <= 0.08
-    assert time["within_25_percent"] >= 0.85
+    assert time["within_25_percent"] >= 0.90
     assert (time["predicted"] + memory["predicted"]) / (time["rows"] + memory["rows"]) >= 0.70
 
 
