@@ -29,10 +29,10 @@ GRID = [(micro_batch, accumulation) for micro_batch in (1, 2, 4) for accumulatio
 
 
 def layouts(world_size: int, cuttings: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """zero 0 and 3, hybrid where it fits, each with every (micro-batch, accumulation)."""
-    kinds: list[dict[str, Any]] = [{"zero": 0}, {"zero": 3}]
+    """Every zero stage, hybrid where it fits, each with every (micro-batch, accumulation)."""
+    kinds: list[dict[str, Any]] = [{"zero": zero} for zero in range(4)]
     if world_size == 4:
-        kinds.append({"zero": 3, "dp_replicate": 2, "dp_shard": 2})
+        kinds += [{"zero": zero, "dp_replicate": 2, "dp_shard": 2} for zero in (1, 2, 3)]
     return [
         kind | {"micro_batch": micro_batch, "global_batch": micro_batch * accumulation * world_size}
         for kind in kinds

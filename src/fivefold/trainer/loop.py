@@ -226,7 +226,7 @@ class Loop:
         """Tokens the model continues `prompt` with. Collective: every rank draws the same."""
         config = self.resolved.config
         with self.session.recorder.paused(), torch.no_grad():
-            return generate(
+            tokens = generate(
                 self.model.module,
                 prompt,
                 count,
@@ -235,3 +235,5 @@ class Loop:
                 top_k=40,
                 seed=config.run.seed,
             )
+            self.model.data.drop_gathered()
+            return tokens
