@@ -114,16 +114,17 @@ def worst_by_kind(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
     return worst
 
 
-def test_bf16_differs_no_more_than_a_permutation_does(ranks: Ranks) -> None:
-    """bf16's rule: at most 3 × what one process shows when the rows of its micro-batches are permuted."""
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_differs_no_more_than_a_permutation_does(ranks: Ranks, dtype: str) -> None:
+    """Their rule: at most 3 × what one process shows when the rows of its micro-batches are permuted."""
     size = 4 * ranks.world_size
-    alone = toy_config(dtype="bf16", global_batch=size, micro_batch=2)
+    alone = toy_config(dtype=dtype, global_batch=size, micro_batch=2)
     with Ranks(1, backend=None) as one:
         expected = one.run(train_on_ranks, alone)[0]
         others = [worst_by_kind(one.run(train_on_ranks, alone, seed)[0], expected) for seed in (1, 2, 3)]
-    assert min(others[0].values()) > 1e-4, "bf16 was not used"
+    assert min(others[0].values()) > 1e-5, f"{dtype} was not used"
     for kind in layouts(ranks.world_size, [(1, 4), (2, 2)]):
-        config = toy_config(dtype="bf16", **kind)
+        config = toy_config(dtype=dtype, **kind)
         for name, error in worst_by_kind(run(ranks, config), expected).items():
             assert error <= 3 * max(other[name] for other in others), f"{kind} {name}: {error:.1e}"
 
