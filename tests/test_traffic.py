@@ -71,7 +71,7 @@ def check(ranks: Ranks, config: Config, wrapped: bool = True) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bf16"])
 def test_recorded_bytes_equal_the_closed_form(ranks: Ranks, dtype: str) -> None:
-    for accumulation in (1, 3):
+    for accumulation in (1, 3) if dtype == "float32" else (2,):
         size = accumulation * ranks.world_size
         for zero in (0, 1, 2, 3):
             check(ranks, toy_config(zero=zero, dtype=dtype, global_batch=size, steps=2))
