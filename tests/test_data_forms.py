@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -279,6 +280,16 @@ def test_text_holds_no_conversations(tmp_path: Path, data: Any) -> None:
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"^data.answers_only: .*a.txt holds no conversations"):
         check_data(data(tmp_path / "a.txt", answers_only=True))
+    with pytest.raises(DataError, match="holds no conversations"):  # also under a launcher
+        prepare(data(tmp_path / "a.txt", answers_only=True), 300, quiet)
+
+
+def test_a_cache_inside_the_data_holds_no_conversations(tmp_path: Path, data: Any) -> None:
+    (tmp_path / "in").mkdir()
+    lines(tmp_path / "in" / "a.jsonl", asked("a", "b"))
+    config = data(tmp_path / "in", answers_only=True)
+    config = msgspec.structs.replace(config, cache_dir=str(tmp_path / "in" / "cache"))
+    assert stored(config).directory == stored(config).directory
 
 
 @given(

@@ -4,9 +4,9 @@ import os
 
 from fivefold.config.errors import shortened
 from fivefold.config.tree import Data
-from fivefold.data.documents import File, check_parquet, first_document
+from fivefold.data.documents import File, check_parquet, first_document, source_files
 from fivefold.data.ids import open_ids
-from fivefold.data.source import DataError, sources, text_files
+from fivefold.data.source import DataError, sources
 from fivefold.data.turns import Turns
 
 
@@ -17,7 +17,7 @@ def check_data(data: Data) -> None:
     """
     Turns([source.weight for source in sources(data)], seed=0)
     for source in sources(data):
-        _check_files([File(path, source) for path in text_files(source.path)], data)
+        _check_files(source_files(data, source), data)
     if data.tokenizer and not os.path.isfile(os.path.expanduser(data.tokenizer)):
         path = shortened(data.tokenizer)
         raise DataError(f"data.tokenizer: {path} is not a file; give the path of a tokenizer.json")

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from fivefold.config.errors import shortened
-from fivefold.config.tree import Source
+from fivefold.config.tree import Data, Source
 from fivefold.data.conversations import FIELDS, Part, conversation
-from fivefold.data.source import DataError, text_pieces
+from fivefold.data.source import DataError, text_files, text_pieces
 
 Form = Literal["text", "jsonl", "parquet", "ids"]
 SUFFIXES: dict[str, Form] = {
@@ -41,6 +41,17 @@ class File(NamedTuple):
     def form(self) -> Form:
         name = self.path.name
         return next((form for suffix, form in SUFFIXES.items() if name.endswith(suffix)), "text")
+
+
+def source_files(data: Data, source: Source) -> list[File]:
+    """The files of a source, without those that preparing writes itself. Raises DataError if there is none."""
+    cache = Path(data.cache_dir).expanduser().absolute()
+    paths = [path for path in text_files(source.path) if cache not in path.absolute().parents]
+    if not paths:
+        raise DataError(
+            f"data.path: {source.path} holds only data.cache_dir ({cache}); give a directory of text"
+        )
+    return [File(path, source) for path in paths]
 
 
 def parts(file: File) -> Iterator[Part | None]:

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.config.tree import Data, Source
-from fivefold.data.documents import File
+from fivefold.data.check import check_data
+from fivefold.data.documents import File, source_files
 from fivefold.data.encode import Encoder
-from fivefold.data.source import DataError, is_text, sources, text_files
+from fivefold.data.source import DataError, is_text, sources
 from fivefold.data.store import (
     FORMAT,
     MANIFEST,
@@ -50,6 +51,7 @@ def prepare(data: Data, vocab: int, progress: Progress) -> tuple[TokenStore, ...
     Raises DataError if there is no text, if it cannot be read as it says it is, if tokenizer and `vocab` do
     not fit, if the cache cannot be written, or if a finished store is damaged.
     """
+    check_data(data)
     stores: list[TokenStore] = []
     for source in sources(data):
         try:
@@ -78,7 +80,7 @@ def _identify(data: Data, source: Source, vocab: int) -> tuple[list[File], str]:
     read a terabyte to learn that nothing changed. The price is that touched files are tokenized again; equal
     text still gives equal tokens, which `Manifest.digest` shows.
     """
-    files = _source_files(data, source)
+    files = source_files(data, source)
     if data.tokenizer:
         try:
             tokenizer = hashlib.sha256(Path(data.tokenizer).expanduser().read_bytes()).hexdigest()
@@ -86,7 +88,7 @@ def _identify(data: Data, source: Source, vocab: int) -> tuple[list[File], str]:
             raise DataError(f"data.tokenizer: cannot read {data.tokenizer}: {error.strerror}") from error
     else:  # a trained tokenizer is a function of all sources and of the library that trains it
         read = [
-            (each.text_field, each.answers_only, _stats(_source_files(data, each))) for each in sources(data)
+            (each.text_field, each.answers_only, _stats(source_files(data, each))) for each in sources(data)
         ]
         tokenizer = json.dumps([version("tokenizers"), read])
     content = [FORMAT, vocab, tokenizer, source.text_field, source.answers_only, _stats(files)]
@@ -96,17 +98,6 @@ def _identify(data: Data, source: Source, vocab: int) -> tuple[list[File], str]:
 def _stats(files: list[File]) -> list[tuple[str, int, int]]:
     stats = [(str(file.path.absolute()), file.path.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
-
-def _source_files(data: Data, source: Source) -> list[File]:
-    """The files of a source, without those that preparing writes itself."""
-    cache = Path(data.cache_dir).expanduser().absolute()
-    paths = [path for path in text_files(source.path) if cache not in path.absolute().parents]
-    if not paths:
-        raise DataError(
-            f"data.path: {source.path} holds only data.cache_dir ({cache}); give a directory of text"
-        )
-    return [File(path, source) for path in paths]
 
 
 @contextmanager
@@ -191,14 +182,8 @@ class _Build:
         self.progress("loading the tokenizer" if given else "training a tokenizer", 0.0)
         if given:
             return load_tokenizer(given, self.vocab)
-        others = [each for each in sources(self.data) if each != self.source]
-        for each in others:
-            files = files + self._readable(_source_files(self.data, each))
-        ids = next((file for file in files if file.form == "ids"), None)
-        if ids:
-            raise DataError(
-                f"data.path: {ids.path} is tokenized already; set data.tokenizer to the tokenizer.json that made it"
-            )
+        for other in sources(self.data)[1:]:  # the first source is the first to be built
+            files = files + self._readable(source_files(self.data, other))
         return train_tokenizer(files, self.vocab)
 
 
