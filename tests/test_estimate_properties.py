@@ -49,11 +49,14 @@ def test_parts_sum_up_or_the_refusal_has_a_number(
     path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_text(f'[model]\npreset = "{model}"\n[cluster]\npreset = "{nodes}x8 {kind}"\n')
     replicas = ["parallel.dp_replicate=-1", "parallel.dp_shard=1"] if keys["parallel.zero"] == 0 else []
+    refused = ""
     try:
         job = job_of(load(str(path), [f"{key}={value}" for key, value in keys.items()] + replicas))
     except BadInput as refusal:
-        assert "\n" not in str(refusal)
-        assert any(letter.isdigit() for letter in str(refusal))
+        refused = str(refusal)
+    if refused:
+        assert "\n" not in refused
+        assert any(letter.isdigit() for letter in refused)
         return
     ledger = estimate(job)
     found = document(ledger)
