@@ -1,5 +1,7 @@
 """How the stream of a source is cut into samples of T tokens, and what each holds."""
 
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 from fivefold.data.store import TokenStore
 
 IGNORED = -100  # label that no loss counts; torch's cross_entropy ignores it by default
+OPEN_ROWS = 256  # that the next conversation may join: some 98 % of all places are filled then
 _CHUNK = 1 << 22  # numbers read at a time where all of a stream are looked at
 
 
@@ -73,11 +76,11 @@ class StreamRows:
 
 
 class PackedRows:
-    """Rows of whole conversations, in order, as many as fit, then end-of-text tokens that no loss counts.
+    """Rows of whole conversations, as many as fit, then end-of-text tokens that no loss counts.
 
-    A conversation that is longer than a row begins one and goes on in the next (each of these parts only
-    sees itself); parts in which nothing is learnt are left out. So every token to be learnt is learnt once
-    an epoch. Which conversations share a row depends on nothing but the stream and T.
+    A conversation that is longer than a row is cut into parts, full rows and a rest (each only sees itself);
+    parts in which nothing is learnt are left out. So every token to be learnt is learnt once an epoch. Which
+    conversations share a row depends on nothing but the stream and T.
     """
 
     def __init__(self, store: TokenStore, length: int, document_mask: bool) -> None:
@@ -85,14 +88,11 @@ class PackedRows:
         self._length = length
         self._document_mask = document_mask
         starts, sizes = self._parts()
-        room, firsts = 0, [0]
-        for number, size in enumerate(sizes):
-            if size > room and number:
-                firsts.append(number)
-            room = (room if size <= room and number else length + 1) - size
-        self._starts, self._sizes = starts, sizes
-        self._firsts = np.array([*firsts, len(sizes)], dtype=np.int64)  # row i: parts firsts[i] … firsts[i+1]
-        self.count = len(firsts) if sizes else 0
+        row_of = np.array(_best_fit(sizes, length + 1), dtype=np.int64)
+        order = np.argsort(row_of, kind="stable")
+        self._starts, self._sizes = np.array(starts, dtype=np.int64)[order], np.array(sizes, np.int64)[order]
+        self._firsts = np.cumsum([0, *np.bincount(row_of)])  # row i holds the parts firsts[i] … firsts[i+1]
+        self.count = self._firsts.size - 1
 
     def batch(self, rows: NDArray[np.int64]) -> Batch:
         """The rows with these numbers [n], on the CPU."""
@@ -103,8 +103,8 @@ class PackedRows:
         for row, number in enumerate(rows.tolist()):
             place, document = 0, 0
             for document, part in enumerate(range(self._firsts[number], self._firsts[number + 1])):
-                start, size = np.array([self._starts[part]], dtype=np.int64), self._sizes[part]
-                numbers = self._store.read(start, size)[0]
+                size = int(self._sizes[part])
+                numbers = self._store.read(self._starts[part : part + 1], size)[0]
                 here = slice(place, place + size)
                 window[row, here], documents[row, here] = numbers >> 1, document
                 learnt[row, place + 1 : place + size] = numbers[1:] & 1  # nothing before a part predicts it
@@ -149,3 +149,21 @@ class PackedRows:
             ids = self._store.read(np.array([start], dtype=np.int64), size)[0] >> 1
             ends += (start + np.flatnonzero(ids == self._store.manifest.end_of_text)).tolist()
         return ends
+
+
+def _best_fit(sizes: Sequence[int], room: int) -> list[int]:
+    """The row that each part goes to: of the open ones that with the least room that is enough, else a new
+    one, for which the fullest is closed."""
+    rows, count = list[int](), 0
+    open_rows = list[tuple[int, int]]()  # (room that is left, row), least room first
+    for size in sizes:
+        fits = bisect_left(open_rows, (size, 0))
+        if fits < len(open_rows):
+            left, row = open_rows.pop(fits)
+        else:
+            left, row, count = room, count, count + 1
+            if len(open_rows) == OPEN_ROWS:
+                del open_rows[0]
+        rows.append(row)
+        insort(open_rows, (left - size, row))
+    return rows
