@@ -323,3 +323,21 @@ def test_a_damaged_checkpoint_is_one_line_that_says_what_to_do(place: Path, whol
     )
     assert f"move {newest} away to go on from the checkpoint before it" in one_line(done)
     assert "config.toml has" in one_line(fivefold(place, "generate", str(copy), expect=1))
+
+
+def test_a_reader_who_goes_away_stops_the_run_and_nothing_is_lost(place: Path, whole: Path) -> None:
+    run = place / "unheard"
+    words = command("train", "tiny.toml", *settings(run.name, 1, 0, "--set", "run.steps=100000"))
+    more = ["--set", "log.every=1"]
+    process = subprocess.Popen(
+        [*words, *more], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_steps(run, 2, process)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.wait(timeout=30) == 1
+    assert process.stderr.read() == "fivefold: nobody reads the output any more: the run saves and stops\n"
+    process.stderr.close()
+    last = metrics(run)[-1]["step"]
+    assert shelf.step_of(shelf.complete(run / "checkpoints")[-1]) == last

@@ -129,7 +129,8 @@ class Loop:
         with clock.measure("data"):
             share = training_share(self.samples, plan, counters.samples, self.data_rank, self.session.device)
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
-        flags = (float(self.stop_requested()), float(self.checkpoints.poll()))
+        stop_asked = self.stop_requested() or self.observer.is_unheard
+        flags = (float(stop_asked), float(self.checkpoints.poll()))
         take_step = self.stepper.step if self.profiled else self._profiled_step
         loss_scale = self.stepper.loss_scale.value
         result = take_step(share, learning_rate, flags)
