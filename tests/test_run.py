@@ -293,6 +293,7 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_changes_nothing(
         ("model.rope_theta", "5.0"),
         ("model.hidden", "64"),
         ("optimizer.name", "sgd"),
+        ("precision.dtype", "float64"),
     ):
         more = ["--set", "run.steps=14", "--set", f"{key}={value}"]
         done = fivefold(place, "train", str(copy), "--resume", *alone, *more, expect=2)
@@ -341,3 +342,11 @@ def test_a_reader_who_goes_away_stops_the_run_and_nothing_is_lost(place: Path, w
     process.stderr.close()
     last = metrics(run)[-1]["step"]
     assert shelf.step_of(shelf.complete(run / "checkpoints")[-1]) == last
+
+
+def test_a_run_that_goes_on_in_fp16_begins_with_its_own_loss_scale(place: Path, whole: Path) -> None:
+    copy = place / "to-fp16"
+    shutil.copytree(whole, copy)
+    more = ["--set", "run.steps=13", "--set", "precision.dtype=fp16"]
+    fivefold(place, "train", str(copy), "--resume", *settings(str(copy), 1), *more)
+    assert metrics(copy)[-1]["loss_scale"] == load(str(copy)).precision.initial_loss_scale

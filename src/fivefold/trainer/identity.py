@@ -16,12 +16,13 @@ FREE = ("preset", "max_positions", "init_std", "dropout")
 
 def identity(config: Config, samples: str) -> dict[str, Any]:
     """What a checkpoint's tensors and counters rest on, by config key: the model, the state that its optimizer
-    keeps, and what its sample counter counts (`samples`: `Samples.digest`). JSON-able.
+    keeps, the type both are kept in, and what its sample counter counts (`samples`: `Samples.digest`). JSON-able.
     """
     model = msgspec.to_builtins(config.model)
     kept = {f"model.{key}": value for key, value in model.items() if key not in FREE}
     return kept | {
         "optimizer.name": config.optimizer.name,
+        "precision.dtype": "float64" if config.precision.dtype == "float64" else "float32, bf16 or fp16",
         "batch.sequence_length": config.batch.sequence_length,
         "run.seed": config.run.seed,
         SAMPLES: samples,

@@ -99,7 +99,8 @@ class Loop:
         scale = stored.pop("loss_scale")
         self.counters = Counters(**stored)
         self.stepper.optimizer.set_updates(self.counters.updates)
-        self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
+        if scale and self._has_loss_scale:  # what other types store or need says nothing about fp16's
+            self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
         self.saved_step = self.counters.step
 
     def run(self) -> str:
@@ -186,7 +187,7 @@ class Loop:
                 seconds=seconds,
                 memory_bytes=machine.memory_bytes(self.session.device),
                 mfu=flops / sum(seconds.values()) / peak if peak else None,
-                loss_scale=loss_scale if config.precision.dtype == "fp16" else None,
+                loss_scale=loss_scale if self._has_loss_scale else None,
                 skipped=result.skipped is not None,
                 traffic=traffic,
             )
@@ -216,7 +217,7 @@ class Loop:
         scale = self.stepper.loss_scale
         counters = self.counters.to_dict() | {
             "identity": self._identity(),
-            "loss_scale": [scale.value, scale.good_steps],
+            "loss_scale": [scale.value, scale.good_steps] if self._has_loss_scale else None,
         }
         text = dump(self.resolved.config)
         with self.session.recorder.paused(), self.stepper.clock.measure("checkpoint"):
@@ -231,6 +232,10 @@ class Loop:
         except CheckpointError as error:
             self.saved_step = None
             self.observer.note(f"step {self.counters.step}: checkpoint failed, training goes on: {error}")
+
+    @property
+    def _has_loss_scale(self) -> bool:
+        return self.resolved.config.precision.dtype == "fp16"
 
     def _identity(self) -> dict[str, object]:
         return identity(self.resolved.config, self.samples.digest())
