@@ -330,7 +330,9 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_of_a_mixture_is_the_same_however_it_is_cut(place: Path, train: Callable[..., str]) -> None:
+def test_a_run_of_a_mixture_is_the_same_however_it_is_cut(
+    place: Path, train: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     constant = ("run.steps=4", "schedule.kind=constant")
     page = train("mix.toml", *constant, "run.dir=whole")
     assert "66.7% of the samples" in page
@@ -340,3 +342,9 @@ def test_a_run_of_a_mixture_is_the_same_however_it_is_cut(place: Path, train: Ca
     train("mix.toml", *constant, "run.dir=cut", "run.steps=2")
     train("cut", "run.steps=4", resume=True)
     assert losses(place / "cut") == losses(place / "whole")
+    capsys.readouterr()
+    other = 'data.sources=[{path="large.txt", weight=3}, {path="talks.jsonl", answers_only=true}]'
+    assert main(["train", "cut", "--resume", "--set", "run.steps=5", "--set", other]) == 2
+    refusal = capsys.readouterr().err.strip()
+    assert refusal.count("\n") == 0
+    assert "was trained on other samples; set data.path or data.sources" in refusal

@@ -55,7 +55,7 @@ def start_facts(config: Config, **changes: Any) -> StartFacts:
     values: dict[str, Any] = {
         "resolved": resolve_config(config),
         "directory": Path("runs/quickstart"),
-        "sources": [SourceFacts("python:stdlib", 1.0, 1823, 8_412_331, 0.06)],
+        "sources": [SourceFacts("python:stdlib", 1.0, 1823, 8_412_331, 2, 0.06)],
         "unigram_entropy": 6.218,
         "device": "CPU, 1 thread a rank, gloo",
         "matmul": "highest: 92 GFLOP/s against 61 GFLOP/s for medium",
@@ -114,7 +114,7 @@ def test_start_page_says_what_runs_and_why() -> None:
         "accumulation 8 = global batch 32 / (micro-batch 2 × data-parallel 2)",
         "peak 2.12e-4 = 3.00e-4 × √(32 / 64): sqrt scaling from the batch it was tuned at",
         "warmup 20 steps (328 K tokens), then a cosine to 2.12e-5",
-        "1,823 documents, 8.41 M tokens from python:stdlib",
+        "1,823 documents, 8.41 M tokens from python:stdlib; files left out, not UTF-8 text: 2",
         "unigram entropy 6.218 nats",
         "30 steps read 492 K tokens, 0.06 passes over them",
         "float32 throughout",

@@ -16,6 +16,7 @@ class SourceFacts:
         share: of all samples, the part that comes from it.
         documents: in it.
         tokens: in them.
+        skipped_files: left out because they are not UTF-8 text.
         passes: how often the whole run goes through its training samples.
     """
 
@@ -23,6 +24,7 @@ class SourceFacts:
     share: float
     documents: int
     tokens: int
+    skipped_files: int
     passes: float
 
 

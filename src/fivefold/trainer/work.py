@@ -1,6 +1,5 @@
 """What one rank does from start to end: settle the choices, prepare data, train, finish."""
 
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from fivefold.observe.progress import PreparationProgress
 from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
 from fivefold.trainer.checkpoint import Checkpointer
-from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, choose_directory, write_config
+from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, choose_directory, write_run
 from fivefold.trainer.loop import Loop
 from fivefold.trainer.place import Place
 from fivefold.trainer.session import open_session
@@ -38,9 +37,13 @@ class _Settled:
     tokens: tuple[Path, ...]
     machine_reason: str
 
+    def write(self, resume: bool) -> None:
+        """Into the run directory. On rank 0."""
+        write_run(self.directory, self.config, self.tokens[0] / TOKENIZER, resume=resume)
 
-def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
-    """One rank's whole run. Every rank calls it alike.
+
+def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
+    """One rank's whole run. Every rank calls it alike. Returns whether the last step is done, rather than stopped.
 
     Raises:
         BadInput: the data or the run directory cannot be used.
@@ -52,6 +55,9 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
         open_session(place, config.parallel.backend, config.run.timeout_seconds) as session,
     ):
         settled = session.from_main(lambda: _settle(config, resume, session.device))
+        stop.listen()
+        if not resume:
+            session.from_main(lambda: settled.write(resume))
         resolved = replace(resolved, config=settled.config)
         if note := machine.apply(settled.config.machine):
             print(f"rank {session.rank}: {note}", file=sys.stderr)
@@ -61,6 +67,11 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
         loop = Loop(session, resolved, samples, checkpoints, lambda: bool(stop))
         if resume:
             loop.restore()
+            if loop.counters.step >= config.run.steps:
+                _say_done(loop, settled)
+                checkpoints.close()
+                return True
+            session.from_main(lambda: settled.write(resume))  # not before: a refused resume changes nothing
         loop.observer = open_observer(
             settled.config,
             settled.directory,
@@ -69,23 +80,31 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
             start_step=loop.counters.step,
         )
         with loop.observer:
-            _train(loop, settled, stores, stop)
+            ended = _train(loop, settled, stores, stop)
         checkpoints.close()
+    return ended == "done"
 
 
 def _settle(config: Config, resume: bool, device: torch.device) -> _Settled:
-    """Rank 0's choices, written into the run's config."""
+    """Rank 0's choices, not yet written into the run's config."""
     directory = choose_directory(config.run, resume)
     stores = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
     measured, reason = machine.measure(config.machine, config.precision.dtype, device)
     run = msgspec.structs.replace(config.run, dir=str(directory))
     config = msgspec.structs.replace(config, run=run, machine=measured)
-    write_config(directory, config)
-    shutil.copyfile(stores[0].directory / TOKENIZER, directory / TOKENIZER)
     return _Settled(config, directory, tuple(store.directory for store in stores), reason)
 
 
-def _train(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], stop: StopSignal) -> None:
+def _say_done(loop: Loop, settled: _Settled) -> None:
+    if loop.session.is_main:
+        print(
+            f"{settled.directory}: step {loop.counters.step} of run.steps = {settled.config.run.steps} is done; "
+            "train on with a larger one: --set run.steps=N"
+        )
+
+
+def _train(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], stop: StopSignal) -> str:
+    """Returns how it ended."""
     observer, start_tokens, started = loop.observer, loop.counters.tokens, time.monotonic()
     entropy = loop.samples.unigram_entropy() if loop.session.is_main else 0.0
     observer.start(_start_facts(loop, settled, stores, entropy))
@@ -111,6 +130,7 @@ def _train(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], stop: St
             next_commands=_next_commands(settled.directory, ended),
         )
     )
+    return ended
 
 
 def _start_facts(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], entropy: float) -> StartFacts:
@@ -127,9 +147,12 @@ def _start_facts(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], en
         directory=settled.directory,
         start_step=loop.counters.step,
         sources=[
-            SourceFacts(store.manifest.source, share, store.manifest.documents, store.manifest.tokens, passes)
-            for store, share, passes in zip(
-                stores, loop.samples.shares, loop.samples.passes(planned), strict=True
+            SourceFacts(kept.source, share, kept.documents, kept.tokens, kept.skipped_files, passes)
+            for kept, share, passes in zip(
+                (store.manifest for store in stores),
+                loop.samples.shares,
+                loop.samples.passes(planned),
+                strict=True,
             )
         ],
         unigram_entropy=entropy,
