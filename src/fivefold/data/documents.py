@@ -166,16 +166,18 @@ def _rows(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{file.path}, row {number}", record
 
 
-def _batches(file: File, groups: list[int] | None) -> Iterator[list[dict[str, Any]]]:
-    """Rows of a Parquet file (of all row groups, or some), only the columns that are asked for."""
+def _batches(file: File, at: float | None) -> Iterator[list[dict[str, Any]]]:
+    """Rows of a Parquet file, or of the one row group at a place (0 … 1) of it, only the columns needed."""
     check_parquet(file)
     parquet = import_module("pyarrow.parquet")
-    wanted = {name for names in FIELDS for name in names} if file.source.answers_only else set()
-    wanted |= set() if file.source.answers_only else {file.source.text_field}
+    source = file.source
+    wanted = {name for names in FIELDS for name in names} if source.answers_only else {source.text_field}
     try:
         with parquet.ParquetFile(file.path) as content:
             names = content.schema_arrow.names
             columns = [name for name in names if name in wanted] or names  # none: the message lists all
+            count = content.num_row_groups
+            groups = None if at is None or not count else [int(at * count)]
             for batch in content.iter_batches(ROWS, row_groups=groups, columns=columns):
                 yield batch.to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these two kinds
@@ -187,11 +189,8 @@ def _batches(file: File, groups: list[int] | None) -> Iterator[list[dict[str, An
 
 def _sample_rows(file: File, offset: int, size: int) -> Iterator[str]:
     """The first documents of the row group at `offset`: pages after them are never decoded."""
-    check_parquet(file)
-    with import_module("pyarrow.parquet").ParquetFile(file.path) as content:
-        groups = content.num_row_groups
     taken = 0
-    for batch in _batches(file, [offset * groups // file.path.stat().st_size] if groups else []):
+    for batch in _batches(file, offset / file.path.stat().st_size):
         for record in batch:
             try:
                 text = "".join(part.text for part in _document(file.source, "", record) if not part.marker)
