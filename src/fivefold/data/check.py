@@ -5,9 +5,7 @@ import os
 from fivefold.config.errors import shortened
 from fivefold.config.tree import Data
 from fivefold.data.documents import File, check_parquet, first_document, source_files
-from fivefold.data.ids import open_ids
 from fivefold.data.source import DataError, sources
-from fivefold.data.turns import Turns
 
 
 def check_data(data: Data) -> None:
@@ -15,8 +13,12 @@ def check_data(data: Data) -> None:
 
     Of files only names are looked at, the head of each file of ids, and a source's first record.
     """
-    Turns([source.weight for source in sources(data)], seed=0)
-    for source in sources(data):
+    found = sources(data)
+    if len(found) > 1:
+        from fivefold.data.turns import Turns  # numpy, which a refusal of plain text need not wait for
+
+        Turns([source.weight for source in found], seed=0)
+    for source in found:
         _check_files(source_files(data, source), data)
     if data.tokenizer and not os.path.isfile(os.path.expanduser(data.tokenizer)):
         path = shortened(data.tokenizer)
@@ -31,6 +33,8 @@ def _check_files(files: list[File], data: Data) -> None:
                 f"data.answers_only: {file.path} holds no conversations; they come in .jsonl or .parquet"
             )
         if file.form == "ids":
+            from fivefold.data.ids import open_ids
+
             open_ids(file.path)
             if not data.tokenizer:
                 raise DataError(
