@@ -11,11 +11,13 @@ from fivefold.config.load import dump
 from fivefold.data.samples import Samples
 from fivefold.ledger.flops import forward_per_token
 from fivefold.nn.generate import generate
+from fivefold.nn.hub.weights import HubWeights
 from fivefold.observe.clock import StepClock
 from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
 from fivefold.observe.metrics import StepMetrics
 from fivefold.observe.observer import Observer
 from fivefold.parallel.apply import ParallelModel, parallelize
+from fivefold.parallel.local import load
 from fivefold.parallel.mesh import device_mesh
 from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
@@ -90,6 +92,11 @@ class Loop:
         self.counters = Counters(**stored)
         self.stepper.optimizer.set_updates(self.counters.updates)
         self.saved_step = self.counters.step
+
+    def start_from(self, weights: HubWeights) -> None:
+        """Takes published weights instead of initial values; each rank reads its own parts."""
+        for parameter in self.model.parameters:
+            load(parameter, weights)
 
     def run(self) -> str:
         """Trains until the last step or until a stop is agreed; returns how it ended."""

@@ -13,6 +13,7 @@ from fivefold.config.tree import Config
 from fivefold.data.samples import Samples
 from fivefold.data.shards import prepare
 from fivefold.data.store import TokenStore, open_store
+from fivefold.nn.hub.weights import given_weights
 from fivefold.observe.facts import EndFacts, StartFacts
 from fivefold.observe.observer import open_observer
 from fivefold.observe.progress import PreparationProgress
@@ -60,6 +61,8 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
         loop = Loop(session, resolved, samples, checkpoints, lambda: bool(stop))
         if resume:
             loop.restore()
+        if loop.saved_step is None and (weights := given_weights(config.model)):
+            loop.start_from(weights)
         loop.observer = open_observer(
             settled.config,
             settled.directory,
