@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fivefold.config.tree import Config
+from fivefold.config.tree import Config, Precision
 from fivefold.observe.memory import SavedActivations
 from fivefold.spec.legal import resolve_config
 from fivefold.trainer.batches import MicroBatch, held_out_share
+from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.state import tensors
 from ranks import Ranks
 from test_run import CONFIG, settings
@@ -68,10 +69,16 @@ def step_with_poison(
     unchanged = all(torch.equal(before[n], after[n]) for n in before)
     updates = {float(s["step"]) for s in stepper.optimizer.torch.state.values()}
     cleared = all(p.held.grad is None for p in stepper.model.parameters)
-    return {"skipped": result.skipped, "unchanged": unchanged, "updates": updates, "cleared": cleared}
+    return {
+        "skipped": result.skipped,
+        "unchanged": unchanged,
+        "updates": updates,
+        "cleared": cleared,
+        "loss_scale": stepper.loss_scale.value,
+    }
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_one_ranks_bad_gradient_is_skipped_by_all(ranks: Ranks, zero: int, value: float) -> None:
     for sick in range(3):
@@ -83,6 +90,28 @@ def test_one_ranks_bad_gradient_is_skipped_by_all(ranks: Ranks, zero: int, value
             assert result["updates"] == {1.0}
             assert result["skipped"] == results[0]["skipped"]
             assert "gradient of layers.1.attention.query.weight" in result["skipped"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_halves_the_loss_scale_of_all(ranks: Ranks, zero: int) -> None:
+    for sick in range(3):
+        config = toy_config(zero=zero, dtype="fp16", global_batch=6)
+        for result in ranks.run(step_with_poison, config, sick, float("inf"), "gradient"):
+            assert result["unchanged"]
+            assert result["loss_scale"] == 2.0**15
+
+
+def test_loss_scale_grows_backs_off_and_has_a_floor() -> None:
+    scale = LossScale.of(Precision(dtype="fp16", loss_scale_growth_steps=3, min_loss_scale=16384.0))
+    seen = []
+    for skipped in (True, False, False, False, False, True, True, True, False, False, False):
+        scale.update(skipped)
+        seen.append(scale.value)
+    low, middle, high = 16384.0, 32768.0, 65536.0
+    assert seen == [middle, middle, middle, high, high, middle, low, low, low, low, middle]
+    fixed = LossScale.of(Precision(dtype="bf16"))
+    fixed.update(True)
+    assert fixed.value == 1.0
 
 
 @pytest.mark.parametrize("zero", [0, 3])

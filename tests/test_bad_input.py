@@ -309,7 +309,11 @@ TRAIN = [
 ]
 COMMANDS = [
     words("unknown command", "trian", says=('"trian": unknown command', 'did you mean "train"?')),
-    words("no command at all like it", "--frobnicate", says=("unknown command", "config, convert, doctor")),
+    words(
+        "no command at all like it",
+        "--frobnicate",
+        says=("unknown command", "collectives, config, convert, doctor"),
+    ),
     words("empty command", "", says=('"": unknown command',)),
     words("no config", "train", says=("train: ", "required: CONFIG", "fivefold train --help")),
     words("no action", "config", says=("config: ", "required: ACTION")),

@@ -38,6 +38,11 @@ def job(model: Model, itemsize: int, batch: int, length: int, recompute: str = "
     return Job(model, on, batch, 1, length, recompute=recompute, itemsize=itemsize, stack=stack)  # type: ignore[arg-type]
 
 
+def whole_rows(batch: int, length: int) -> Segments:
+    """Every row one document."""
+    return Segments.from_documents(torch.zeros(batch, length, dtype=torch.int64))
+
+
 def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of storages one decoder layer keeps, parameters and shared tables apart."""
     block = DecoderLayer(model, Recompute(mode)).to(dtype)
@@ -52,7 +57,7 @@ def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: to
 
     x = torch.randn(batch, length, model.hidden, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = block(x, tables, Segments((length,) * batch, True))
+        out = block(x, tables, whole_rows(batch, length))
     assert out.requires_grad
     return sum(size for pointer, (size, _) in seen.items() if pointer not in own)
 
@@ -79,7 +84,7 @@ def test_flops_are_the_counters(model: Model) -> None:
     convention is what runs; the head's three products are all in the forward (chunked cross-entropy)."""
     decoder = Decoder(model)
     tokens = torch.randint(model.vocab, (2, 128))
-    documents = Segments((128, 128), True)
+    documents = whole_rows(2, 128)
     counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with counter:
         decoder(tokens, documents, tokens).backward()
@@ -98,7 +103,7 @@ def test_hardware_flops_with_recompute(mode: Any) -> None:
     tokens = torch.randint(MODEL.vocab, (2, 128))
     counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with counter:
-        decoder(tokens, Segments((128, 128), True), tokens).backward()
+        decoder(tokens, whole_rows(2, 128), tokens).backward()
     assert counter.get_total_flops() == flops.hardware_flops(job(MODEL, 4, 2, 128, mode), "full")
 
 

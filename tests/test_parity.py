@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,20 +24,34 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield started
 
 
-COVERING = [(1, 4), (4, 1), (2, 2)]
 GRID = [(micro_batch, accumulation) for micro_batch in (1, 2, 4) for accumulation in (1, 2, 4)]
+COVERING = [(1, 4), (4, 1), (2, 2)]
 
 
-def layouts(world_size: int, cuttings: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """zero 0 and 3, hybrid where it fits, each with every (micro-batch, accumulation)."""
-    kinds: list[dict[str, Any]] = [{"zero": 0}, {"zero": 3}]
+def kinds(world_size: int) -> list[dict[str, Any]]:
+    """Every zero stage, hybrid where it fits."""
+    found: list[dict[str, Any]] = [{"zero": zero} for zero in range(4)]
     if world_size == 4:
-        kinds.append({"zero": 3, "dp_replicate": 2, "dp_shard": 2})
+        found += [{"zero": zero, "dp_replicate": 2, "dp_shard": 2} for zero in (1, 2, 3)]
+    return found
+
+
+def cut(kind: dict[str, Any], world_size: int, micro_batch: int, accumulation: int) -> dict[str, Any]:
+    return kind | {"micro_batch": micro_batch, "global_batch": micro_batch * accumulation * world_size}
+
+
+def covering(world_size: int) -> list[dict[str, Any]]:
+    """Every kind, and every cutting, in few runs."""
+    each = 3 if world_size == 2 else 1
     return [
-        kind | {"micro_batch": micro_batch, "global_batch": micro_batch * accumulation * world_size}
-        for kind in kinds
-        for micro_batch, accumulation in cuttings
+        cut(kind, world_size, *COVERING[(number + extra) % 3])
+        for number, kind in enumerate(kinds(world_size))
+        for extra in range(each)
     ]
+
+
+def grid(world_size: int) -> list[dict[str, Any]]:
+    return [cut(kind, world_size, *cutting) for kind in kinds(world_size) for cutting in GRID]
 
 
 def all_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
@@ -77,13 +91,13 @@ def run(ranks: Ranks, config: Config) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(
-    "cuttings", [COVERING, pytest.param(GRID, marks=pytest.mark.full)], ids=["covering", "grid"]
-)
-def test_layouts_equal_one_process(ranks: Ranks, dtype: str, cuttings: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("layouts", [covering, pytest.param(grid, marks=pytest.mark.full)])
+def test_layouts_equal_one_process(
+    ranks: Ranks, dtype: str, layouts: Callable[[int], list[dict[str, Any]]]
+) -> None:
     bound = {"float64": 1e-12, "float32": 1e-5}[dtype]
     expected: dict[int, dict[str, Any]] = {}
-    for layout in layouts(ranks.world_size, cuttings):
+    for layout in layouts(ranks.world_size):
         config = toy_config(dtype=dtype, **layout)
         size = config.batch.global_batch
         if size not in expected:
@@ -114,16 +128,17 @@ def worst_by_kind(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
     return worst
 
 
-def test_bf16_differs_no_more_than_a_permutation_does(ranks: Ranks) -> None:
-    """bf16's rule: at most 3 × what one process shows when the rows of its micro-batches are permuted."""
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_differs_no_more_than_a_permutation_does(ranks: Ranks, dtype: str) -> None:
+    """Their rule: at most 3 × what one process shows when the rows of its micro-batches are permuted."""
     size = 4 * ranks.world_size
-    alone = toy_config(dtype="bf16", global_batch=size, micro_batch=2)
+    alone = toy_config(dtype=dtype, global_batch=size, micro_batch=2)
     with Ranks(1, backend=None) as one:
         expected = one.run(train_on_ranks, alone)[0]
         others = [worst_by_kind(one.run(train_on_ranks, alone, seed)[0], expected) for seed in (1, 2, 3)]
-    assert min(others[0].values()) > 1e-4, "bf16 was not used"
-    for kind in layouts(ranks.world_size, [(1, 4), (2, 2)]):
-        config = toy_config(dtype="bf16", **kind)
+    assert min(others[0].values()) > 1e-5, f"{dtype} was not used"
+    for kind in kinds(ranks.world_size):
+        config = toy_config(dtype=dtype, **cut(kind, ranks.world_size, 1, 4))
         for name, error in worst_by_kind(run(ranks, config), expected).items():
             assert error <= 3 * max(other[name] for other in others), f"{kind} {name}: {error:.1e}"
 

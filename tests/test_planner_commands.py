@@ -148,7 +148,7 @@ def test_predictions_are_within_their_bars(checks: Any) -> None:
     time, memory = totals["step_time"], totals["peak_memory"]
     assert time["median_of_source_medians"] <= 0.10
     assert memory["median_of_source_medians"] <= 0.08
-    assert time["within_25_percent"] >= 0.85
+    assert time["within_25_percent"] >= 0.90
     assert (time["predicted"] + memory["predicted"]) / (time["rows"] + memory["rows"]) >= 0.70
 
 
@@ -188,3 +188,32 @@ def test_planning_needs_no_torch(words: list[str]) -> None:
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_pages_stand_alone(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One file, nothing loaded from elsewhere, every picture in it, well-formed SVG."""
+    from xml.etree import ElementTree
+
+    page = tmp_path / "plan.html"
+    words = ["--set", "parallel.pp=4", "--set", 'parallel.schedule="interleaved"', "--html", str(page)]
+    assert main(["plan", config, *words]) == 0
+    text = page.read_text()
+    assert "http" not in text
+    assert "<script" not in text
+    assert "src=" not in text
+    for heading in (
+        "Memory of each rank class",
+        "Pipeline",
+        "Traffic",
+        "Step time against memory",
+        "Ranking",
+    ):
+        assert heading in text
+    for part in text.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
+    capsys.readouterr()
+    schedule = ["--set", "parallel.pp=4", "--set", 'parallel.schedule="zbv"', "--set", "parallel.zero=1"]
+    main(["estimate", config, *schedule])
+    out = capsys.readouterr().out
+    assert "schedule zbv" in out
+    assert "F forward" in out

@@ -31,6 +31,7 @@ from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.agree import Agreement
 from fivefold.trainer.batches import held_out_share
+from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer
 from fivefold.trainer.state import tensors
 from fivefold.trainer.step import Stepper
@@ -88,8 +89,8 @@ def start_group(wrapped: bool = True) -> Recorder:
 def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
     model = parallelize(resolved, device_mesh(resolved.mesh, CPU), CPU)
     optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
-    clip = resolved.config.optimizer.clip
-    return Stepper(model, optimizer, Agreement(CPU), recorder, StepClock(), clip)
+    clip, scale = resolved.config.optimizer.clip, LossScale.of(resolved.config.precision)
+    return Stepper(model, optimizer, Agreement(CPU), recorder, StepClock(), scale, clip)
 
 
 def permuted(batch: Rows, seed: int) -> Rows:

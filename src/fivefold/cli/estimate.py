@@ -2,13 +2,20 @@
 
 import argparse
 import json
+from pathlib import Path
+
+import msgspec
 
 from fivefold.cli.arguments import add_config_arguments, add_json_argument
 from fivefold.config.load import load
 from fivefold.ledger.total import estimate
-from fivefold.planner.document import document, run_cost
+from fivefold.planner import importing
+from fivefold.planner.document import document, run_cost, title_of
 from fivefold.planner.explain import explain, lines
+from fivefold.planner.figures import gantt
 from fivefold.planner.jobs import job_of
+from fivefold.render.gantt import gantt_text
+from fivefold.render.html import page
 from fivefold.render.ledger import ledger_text
 
 
@@ -18,22 +25,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain", metavar="LINE", help='where a line comes from, e.g. memory.optimizer; "list" names them'
     )
+    parser.add_argument("--from-hf", metavar="DIR", help="the model of a Hugging Face config.json")
+    parser.add_argument("--from-accelerate", metavar="FILE", help="the layout of an accelerate config")
+    parser.add_argument("--from-deepspeed", metavar="FILE", help="the layout of a DeepSpeed config")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
     parser.add_argument("--tokens", type=float, default=0.0, help="also say days and cost for so many tokens")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 = fits, 1 = does not."""
-    ledger = estimate(job_of(load(arguments.config, arguments.overrides)))
+    overrides = list(arguments.overrides)
+    if arguments.from_deepspeed:
+        overrides = importing.deepspeed(Path(arguments.from_deepspeed)) + overrides
+    if arguments.from_accelerate:
+        overrides = importing.accelerate(Path(arguments.from_accelerate)) + overrides
+    config = load(arguments.config, overrides)
+    if arguments.from_hf:
+        config = msgspec.structs.replace(config, model=importing.hugging_face(Path(arguments.from_hf)))
+    ledger = estimate(job_of(config))
     if arguments.explain:
         print("\n".join(lines(ledger)) if arguments.explain == "list" else explain(ledger, arguments.explain))
         return 0
     found = document(ledger)
     if arguments.tokens:
         found["run"] = run_cost(ledger, arguments.tokens)
+    picture = gantt(ledger.job) if ledger.job.pp > 1 else None
+    if arguments.html:
+        Path(arguments.html).write_text(page(title_of(config), found, picture), encoding="utf-8")
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
         print(ledger_text(found))
+        if picture:
+            print("\n" + gantt_text(picture))
         if arguments.tokens:
             cost = found["run"]
             print(

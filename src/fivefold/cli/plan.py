@@ -2,20 +2,33 @@
 
 import argparse
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from fivefold.cli.arguments import add_config_arguments, add_json_argument
 from fivefold.config.load import dump, load, written_keys
+from fivefold.config.tree import Config
+from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate
 from fivefold.planner.advice import neighbours, unfit
-from fivefold.planner.document import document, layout_of
+from fivefold.planner.document import document, layout_of, title_of
+from fivefold.planner.export import accelerate, deepspeed, megatron, torchtitan
+from fivefold.planner.figures import front, gantt
 from fivefold.planner.search import Outcome, search
 from fivefold.planner.space import Wish, size
 from fivefold.planner.wishes import config_of, wish_of
+from fivefold.render.html import page
 from fivefold.render.ledger import ledger_text
 from fivefold.render.tables import table
 from fivefold.render.units import bytes_text, count_text, percent_text, seconds_text
 
+PEERS = {
+    "accelerate": accelerate.emit,
+    "deepspeed": deepspeed.emit,
+    "megatron": megatron.emit,
+    "torchtitan": torchtitan.emit,
+}
 SHOWN = (
     "pp",
     "schedule",
@@ -35,8 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     parser.add_argument("--keep", type=int, default=10, help="length of the ranking")
     parser.add_argument(
-        "--emit", choices=("fivefold",), help="print only the best layout, as a config that trains it"
+        "--emit",
+        choices=("fivefold", *PEERS),
+        help="print only the best layout: as a config that trains it, or in a peer's own form",
     )
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
     parser.epilog = (
         "Keys of [parallel] and batch.micro_batch that the config or --set writes are fixed; -1 and what is "
         "not written is free."
@@ -61,14 +77,31 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     best = outcome.ranking[0]
     if arguments.emit:
-        print(dump(config_of(config, best.job)), end="")
+        _emit(config, best.job, arguments.emit)
         return 0
     found = _document(wish, outcome)
+    if arguments.html:
+        best_gantt = gantt(best.job) if best.job.pp > 1 else None
+        text = page(
+            title_of(config), found["best"], best_gantt, found["ranking"], found["neighbours"], front(wish)
+        )
+        Path(arguments.html).write_text(text, encoding="utf-8")
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
         print(_text(found))
     return 0
+
+
+def _emit(config: Config, job: Job, peer: str) -> None:
+    """The layout on stdout; what the peer cannot express on stderr."""
+    if peer == "fivefold":
+        print(dump(config_of(config, job)), end="")
+        return
+    text, missing = PEERS[peer](job)
+    print(text, end="")
+    for line in missing:
+        print(f"fivefold: {peer} cannot express {line}", file=sys.stderr)
 
 
 def _counts(wish: Wish, outcome: Outcome) -> dict[str, Any]:

@@ -211,7 +211,16 @@ class Precision(Section, frozen=True):
     max_skips: Annotated[
         int,
         Meta(ge=0, description="Steps in a row that may be skipped for a non-finite gradient before a stop."),
-    ] = 3
+    ] = 10
+    initial_loss_scale: Annotated[
+        float, Meta(ge=1.0, description="fp16: the factor on the loss at the start of a run.")
+    ] = 65536.0
+    loss_scale_growth_steps: Annotated[
+        int, Meta(ge=1, description="fp16: updates without an overflow after which the factor doubles.")
+    ] = 2000
+    min_loss_scale: Annotated[
+        float, Meta(gt=0.0, description="fp16: the factor is halved by an overflow, but not below this.")
+    ] = 1.0
 
 
 class Optimizer(Section, frozen=True):

@@ -48,6 +48,8 @@ class Stack:
         keep_gathered: sequence parallel keeps the gathered inputs of its matmuls, not their shards.
         dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
             same kernel (DeepEP, HybridEP); otherwise once per expert.
+        bucket_bytes: flat buffers that gradients and parameters pass through on the wire (DeepSpeed: two of 5e8
+            elements).
         graphs: kernels are launched as recorded graphs, not one by one by the host.
         scatter_messages: pipeline messages are split over tp even without sequence parallel.
     """
@@ -75,6 +77,7 @@ class Stack:
     early_stop: bool = False
     keep_gathered: bool = False
     dispatch_once: bool = False
+    bucket_bytes: float = 0.0
     graphs: bool = False
     scatter_messages: bool = False
 

@@ -21,8 +21,9 @@ class Physics:
     sustained_attention: as sustained_matmul, for attention kernels. Fitted.
     attention_half: sequence length at which flash attention reaches half its best rate (FA2 curves).
     attention_backward: backward of fused attention runs at this part of the forward's rate (FA2, FA3 curves).
-    misaligned: rate of a batched matmul whose inner width is no multiple of 8 elements (tensor-core
-        alignment; the BLOOM head-count sweep shows the like).
+    misaligned: part of the rate that is left to the batched products of unfused attention when a head's width
+        is no multiple of 8 elements: they leave the tensor cores. Fitted to the head-count sweep of BLOOM,
+        whose heads of 108 and 150 run that way.
     sharing: slowdown of compute under a concurrent collective (Calculon: 15 % of SMs for NVLink; 2 % IB).
     tensor_overlap: part of tensor-parallel traffic that a stack which overlaps it hides. Fitted.
     gradient_window: part of the backward in which an overlapping stack can hide gradient traffic. Fitted.
@@ -46,14 +47,14 @@ class Physics:
     sustained_attention: float = 0.6
     attention_half: float = 450.0
     attention_backward: float = 0.8
-    misaligned: float = 0.1
+    misaligned: float = 0.08
     sharing: float = 0.07
     tensor_overlap: float = 0.75
     gradient_window: float = 0.9
     collective_ramp: float = 1e7
     launch: float = 7.5e-6
-    expert_kernels: float = 350.0
-    local_expert_kernels: float = 20.0
+    expert_kernels: float = 500.0
+    local_expert_kernels: float = 12.0
     step: float = 0.02
     context_bytes: float = 1.8e9
-    fragmentation: float = 0.06
+    fragmentation: float = 0.08

@@ -118,7 +118,7 @@ def message_seconds(job: Job) -> float:
     return seconds
 
 
-def timeline(job: Job, built: list[Stage]) -> Timeline:
+def timeline(job: Job, built: list[Stage], trace: bool = False) -> Timeline:
     """The schedule of one step, simulated; `peak_in_flight` is in bytes of saved activations."""
     message = message_seconds(job)
     if not job.stack.overlap_pipeline:  # sender and receiver both wait
@@ -130,6 +130,7 @@ def timeline(job: Job, built: list[Stage]) -> Timeline:
         [stage.times for stage in built],
         message=message,
         weights=[stage.saved for stage in built],
+        trace=trace,
     )
 
 

@@ -19,8 +19,6 @@ def matmul_seconds(
     waste = min(padded / (op.m * op.n), 2.0)
     if op.m * op.n >= 16 * tile_m * tile_n:
         waste = 1.0 + (waste - 1.0) / 2  # smaller tiles exist for the edges
-    if op.k % 8:
-        rate *= physics.misaligned
     arithmetic = op.flops * waste / rate
     moved = (op.m * op.k + op.k * op.n + op.m * op.n) * op.batch * itemsize + extra_bytes
     return max(arithmetic, moved / (device.bandwidth * physics.memory_rate)) + physics.matmul_ramp
@@ -40,8 +38,7 @@ def core_seconds(core: Core, job: Job) -> tuple[float, float]:
     rate = job.hardware.device.attention[job.stack.attention] * physics.sustained_attention
     block = core.keys / (job.cp if job.context == "ring" else 1)  # a ring works block by block
     rate *= block / (block + physics.attention_half)
-    if core.qk_dim % 8:
-        rate *= physics.misaligned
+    rate *= core.qk_dim / (ceil(core.qk_dim / 8) * 8)  # heads are padded to whole tensor-core tiles
     if job.stack.attention == "blocked":
         return core.causal_flops / rate, 2 * core.causal_flops / rate
     forward = core.causal_flops / rate + physics.matmul_ramp
@@ -57,6 +54,8 @@ def _unfused(core: Core, job: Job) -> tuple[float, float]:
         matmul_seconds(op, "bf16" if item == 2 else job.precision, item, device, physics)
         for op in (scores, values)
     )
+    if core.qk_dim % 8 and not device.is_cpu:
+        products /= physics.misaligned
     elements = float(batch * core.queries * core.keys)
     dropped = (2 * item + 1) if job.stack.dropout else 0
     apart = 8 * 4 if batch % job.stack.fused_softmax else 0

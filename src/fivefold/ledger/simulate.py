@@ -34,7 +34,7 @@ class Timeline(NamedTuple):
     @property
     def bubble(self) -> float:
         """Idle seconds of the busiest rank: what the pipeline costs beyond its slowest rank's work."""
-        return self.makespan - max(self.busy)
+        return max(0.0, self.makespan - max(self.busy))
 
     @property
     def idle(self) -> tuple[float, ...]:

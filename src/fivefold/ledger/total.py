@@ -132,7 +132,7 @@ def transient(job: Job) -> float:
     """Messages of the pipeline, ring attention's spare keys and values, parameters gathered by zero 3 (two
     units) and the gradients about to be scattered."""
     part = parts(job.model, job.tp, job.ep, job.expert_width_split)
-    found = 4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0
+    found = job.stack.bucket_bytes + (4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0)
     if job.cp > 1:
         keys = job.model.kv_heads / min(job.tp, job.model.kv_heads) * job.model.head_dim
         found += 2 * 2 * job.tokens * keys * job.itemsize

@@ -1,4 +1,4 @@
-"""Data parallel: replicas (zero 0), fully sharded (zero 3), and replicas of shards (hybrid), on FSDP2.
+"""Data parallel: replicas (zero 0), ZeRO (zero 1, 2, 3), and replicas of shards (hybrid), on FSDP2.
 
 One bucket per decoder layer and one for embedding, final norm and head: fixed before the first step and never
 rebuilt, so a gradient is summed in the same order in every step. Gradients are plain sums over the data
@@ -43,27 +43,39 @@ class DataParallel:
         policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
         units = [*decoder.layers.values(), decoder]
         for unit in units:
-            if zero == 3:
-                axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
-                fully_shard(unit, mesh=device_mesh[axes], mp_policy=policy)
-            else:
+            if zero == 0:
                 replicate(unit, mesh=device_mesh["dp_replicate"], mp_policy=policy)
+            else:
+                axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
+                # zero 1 and 2 hold whole parameters during a step: gathered once, dropped after its end.
+                reshard = None if zero == 3 else False  # None: torch's rule, all but the root
+                fully_shard(unit, mesh=device_mesh[axes], mp_policy=policy, reshard_after_forward=reshard)
             cast(FSDPModule, unit).set_gradient_divide_factor(1.0)
             # A factor of one would otherwise become a pre-multiplied sum, which gloo does not have.
             cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)
         self.root = cast(FSDPModule, decoder)
 
     def begin_micro_step(self, last: bool) -> None:
-        """Sets which reductions the coming backward makes.
+        """Sets what the coming backward communicates.
 
-        zero 0 keeps whole gradients and reduces them once, after the last micro-batch. zero 3 holds gradients
-        in shards, so each backward reduce-scatters; only the sum over the replicas of a shard waits for the
-        last.
+        zero 0 and 1 hold whole gradients, so they reduce once, after the last micro-batch. zero 2 and 3 hold
+        gradients in shards, so each backward reduce-scatters; only the sum over the replicas of a shard waits
+        for the last. zero 1 and 2 hold whole parameters until the end of the last backward.
         """
         if self.root is None:
             return
-        if self.zero == 0:
+        if self.zero <= 1:
             self.root.set_requires_gradient_sync(last)
         else:
             self.root.set_requires_all_reduce(last)
+        if self.zero in (1, 2):
+            self.root.set_reshard_after_backward(last)
         self.root.set_is_last_backward(last)
+
+    def drop_gathered(self) -> None:
+        """Drops the parameters that a forward without a backward has left gathered."""
+        if self.root is None or self.zero == 0:
+            return
+        for unit in self.root.modules():  # type: ignore[attr-defined]
+            if isinstance(unit, FSDPModule):
+                unit.reshard()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fivefold.config.tree import Config
 from fivefold.ledger import flops
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import Ledger
@@ -19,6 +20,12 @@ LAYOUT = (
     "chunks",
     "recompute",
 )
+
+
+def title_of(config: Config) -> str:
+    """What a page is about: the model on the cluster."""
+    model = config.model.preset or f"{config.model.layers} layers of {config.model.hidden}"
+    return f"{model} on {config.cluster.preset or config.cluster.path or 'CPU ranks'}"
 
 
 def layout_of(job: Job) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def megatron(row: Columns) -> bool:
     """Megatron and what is built on it keep bf16 parameters, float32 gradients and a float32 master copy."""
     return says(
         row,
-        r"Megatron|VocabularyParallel|NeMo|mcore|SC21|Korthikanti|BLOOM|dgxc|vocab parallel|DDP-impl|Llama 3 Herd",
+        r"Megatron|VocabularyParallel|NeMo|mcore|SC21|Korthikanti|BLOOM|dgxc|vocab parallel|DDP-impl|Llama 3 Herd"
+        r"|NeoX|MT-NLG|Turing|MegaScale|Nemotron|Primus|InternEvo|metaseq|\bOPT\b",
     )
 
 
@@ -106,6 +107,7 @@ def stack_of(row: Columns) -> Stack:
         early_stop=says(row, r"torchtitan"),
         keep_gathered=says(row, r"async TP linear"),
         keep_every=2 if says(row, r"per-op SAC") else 1,
+        bucket_bytes=2e9 if says(row, r"DeepSpeed") else 0.0,
         graphs=graphs(row),
         scatter_messages=megatron(row) and not says(row, r"DeepSpeed"),
         fused_softmax=4 if old else 1,

@@ -3,6 +3,7 @@
 A source counts once, however many rows it has: the bar is the median of the per-source medians of |error|.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -67,17 +68,27 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
             continue
         for name, value in quantities.items():
             predicted = ledger.time.step if name == "step_time" else peak_memory(row, ledger)
+            if value is None:
+                predicted = ledger.fullest.memory.peak
             fitted = _in_fitted_range(row, ledger)
             yield Check(row["id"], row["source"], name, predicted, value, fitted, None)
 
 
-def _measured(row: Row) -> Iterator[tuple[str, float]]:
+def _measured(row: Row) -> Iterator[tuple[str, float | None]]:
     seconds = number(row, "step_time_s") or number(row, "derived_step_time_s") or _from_rate(row)
     if seconds and row.get("trust_time", "A") in TRUSTED:
         yield "step_time", seconds
+    if ran_out(row):
+        yield "peak_memory", None
     gib = number(row, "peak_mem_gib")
     if gib and row.get("trust_mem", "A") in TRUSTED:
         yield "peak_memory", gib * GIB
+
+
+def ran_out(row: Row) -> bool:
+    """Whether the row says that the run did not fit: then the prediction must not either (measured is null)."""
+    said = re.search(r"\boom\b|_oom$|out of memory", f"{row['id']} {row.get('notes', '')}", re.IGNORECASE)
+    return said is not None and not number(row, "peak_mem_gib") and not number(row, "step_time_s")
 
 
 def _from_rate(row: Row) -> float | None:
@@ -87,7 +98,7 @@ def _from_rate(row: Row) -> float | None:
     return batch * length / rate / world if rate and batch and length and world else None
 
 
-def _skip(row: Row, name: str, value: float, why: str) -> Check:
+def _skip(row: Row, name: str, value: float | None, why: str) -> Check:
     return Check(row["id"], row["source"], name, None, value, False, why)
 
 
@@ -128,11 +139,12 @@ def _summary(found: Sequence[Check]) -> dict[str, Any]:
         for name, own in by_source.items()
     }
     return {
-        "rows": len(found),
+        "rows": sum(check.measured is not None for check in found),
         "predicted": len(errors),
         "median_of_source_medians": median(item["median_error"] for item in sources.values()),
         "mean_error": mean(errors),
         "within_25_percent": sum(error <= 0.25 for error in errors) / len(errors),
         "worst": max(errors),
+        "ran_out": sum(check.measured is None for check in found),
         "sources": sources,
     }

@@ -205,9 +205,7 @@ def check_trainable(resolved: Resolved) -> None:
         f"parallel.cp = {mesh.cp}": mesh.cp > 1,
         f"parallel.tp = {mesh.tp}": mesh.tp > 1,
         f"parallel.ep = {parallel.ep}": parallel.ep > 1,
-        f"parallel.zero = {parallel.zero}": parallel.zero in (1, 2),
         f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
-        "precision.dtype = fp16": resolved.config.precision.dtype == "fp16",
     }
     if used := [name for name, is_used in lacking.items() if is_used]:
         raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")

@@ -17,5 +17,6 @@ def evaluate(model: ParallelModel, shares: Iterable[Sequence[MicroBatch]], agree
             loss = model.module(micro_batch.tokens, micro_batch.segments, micro_batch.labels)
             loss_sum += loss.item()
             counted += micro_batch.loss_tokens
+    model.data.drop_gathered()
     loss_sum, counted = agreement.sum(loss_sum, counted)
     return loss_sum / max(counted, 1.0)

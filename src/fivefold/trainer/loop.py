@@ -24,6 +24,7 @@ from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
 from fivefold.trainer.checkpoint import Checkpointer
 from fivefold.trainer.evaluate import evaluate
+from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer
 from fivefold.trainer.session import Session
 from fivefold.trainer.shelf import CheckpointError
@@ -62,6 +63,7 @@ class Loop:
             session.agreement,
             session.recorder,
             StepClock(),
+            LossScale.of(config.precision),
             config.optimizer.clip,
         )
 
@@ -84,13 +86,14 @@ class Loop:
         if path is None:
             return
         stored = self.checkpoints.load(path, tensors(self.model, self.stepper.optimizer))
-        identity = stored.pop("data")
+        identity, scale = stored.pop("data"), stored.pop("loss_scale")
         if identity != self._data_identity():
             raise RunError(
                 f"{path} was trained on other data: {identity}, this run reads {self._data_identity()}"
             )
         self.counters = Counters(**stored)
         self.stepper.optimizer.set_updates(self.counters.updates)
+        self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
         self.saved_step = self.counters.step
 
     def start_from(self, weights: HubWeights) -> None:
@@ -127,12 +130,13 @@ class Loop:
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
         flags = (float(self.stop_requested()), float(self.checkpoints.poll()))
         take_step = self.stepper.step if self.profiled else self._profiled_step
+        loss_scale = self.stepper.loss_scale.value
         result = take_step(share, learning_rate, flags)
         counters.advance(plan.global_batch, plan.global_batch_tokens, result.skipped is not None)
         stop, saved = result.flags
         if saved == self.session.world_size:
             self._finish_save()
-        self._report(result, learning_rate)
+        self._report(result, learning_rate, loss_scale)
         return stop > 0
 
     def _profiled_step(
@@ -153,7 +157,7 @@ class Loop:
         self.observer.memory(found[0])
         return result
 
-    def _report(self, result: StepResult, learning_rate: float) -> None:
+    def _report(self, result: StepResult, learning_rate: float, loss_scale: float) -> None:
         """Tells a step to whoever watches; ends the run after too many skips in a row."""
         counters, plan = self.counters, self.resolved.batch
         config = self.resolved.config
@@ -180,6 +184,7 @@ class Loop:
                 seconds=seconds,
                 memory_bytes=machine.memory_bytes(self.session.device),
                 mfu=flops / sum(seconds.values()) / peak if peak else None,
+                loss_scale=loss_scale if config.precision.dtype == "fp16" else None,
                 skipped=result.skipped is not None,
                 traffic=traffic,
             )
@@ -206,7 +211,11 @@ class Loop:
         """Begins a checkpoint of this step (and, if not asynchronous, ends it)."""
         self._finish_save()
         state = tensors(self.model, self.stepper.optimizer)
-        counters = self.counters.to_dict() | {"data": self._data_identity()}
+        scale = self.stepper.loss_scale
+        counters = self.counters.to_dict() | {
+            "data": self._data_identity(),
+            "loss_scale": [scale.value, scale.good_steps],
+        }
         text = dump(self.resolved.config)
         with self.session.recorder.paused(), self.stepper.clock.measure("checkpoint"):
             self.checkpoints.save(self.counters.step, state, counters, text, asynchronous=asynchronous)
@@ -233,7 +242,7 @@ class Loop:
         """Tokens the model continues `prompt` with. Collective: every rank draws the same."""
         config = self.resolved.config
         with self.session.recorder.paused(), torch.no_grad():
-            return generate(
+            tokens = generate(
                 self.model.module,
                 prompt,
                 count,
@@ -242,3 +251,5 @@ class Loop:
                 top_k=40,
                 seed=config.run.seed,
             )
+            self.model.data.drop_gathered()
+            return tokens

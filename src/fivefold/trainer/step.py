@@ -14,6 +14,7 @@ from fivefold.parallel.local import LocalParameter
 from fivefold.trainer.agree import Agreement
 from fivefold.trainer.batches import MicroBatch
 from fivefold.trainer.diagnose import first_non_finite
+from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer
 
 
@@ -45,6 +46,7 @@ class Stepper:
     agreement: Agreement
     recorder: Recorder
     clock: StepClock
+    loss_scale: LossScale
     clip: float
 
     def step(
@@ -75,17 +77,19 @@ class Stepper:
         with self.recorder.phase("step"), self.clock.measure("communication"):
             square = local_square_norm(self.model.parameters)
             loss_sum, square = self.agreement.sum(loss_sum, square)
-        grad_norm = sqrt(square)
+        grad_norm = sqrt(square) / self.loss_scale.value
         if inspect is not None:
             inspect(self.model)
         skipped = None
         if isfinite(loss_sum) and isfinite(grad_norm):
             with self.clock.measure("compute"):
-                self.optimizer.step(learning_rate, clip_coefficient(grad_norm, self.clip))
+                scale = clip_coefficient(grad_norm, self.clip) / self.loss_scale.value
+                self.optimizer.step(learning_rate, scale)
         else:
             with self.recorder.paused():
                 skipped = first_non_finite(self.model, micro_batches)
         self.optimizer.clear_gradients()
+        self.loss_scale.update(skipped is not None)
         return StepResult(loss_sum / max(loss_tokens, 1.0), int(loss_tokens), grad_norm, skipped, agreed)
 
     def _forward_backward(self, batch: MicroBatch, loss_tokens: float) -> float:
@@ -95,7 +99,7 @@ class Stepper:
             with self.recorder.phase("forward"):
                 loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels)
             with self.recorder.phase("backward"):
-                (loss / loss_tokens).backward()  # type: ignore[no-untyped-call]
+                (loss * self.loss_scale.value / loss_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum = loss.item()
         self.clock.move(self.recorder.waited_seconds - waited, "compute", "communication")
         return loss_sum

@@ -1,0 +1,126 @@
+"""Layouts in the words of peers, and back; checked by the peers' own parsers where those are installed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.cli.main import main
+from fivefold.config.load import load, preset_names
+from fivefold.planner.importing import hugging_face
+from fivefold.spec.parameters import total
+
+CONFIG = """
+[model]
+preset = "llama3-8b"
+[cluster]
+preset = "2x8 h100"
+[batch]
+global_batch = 64
+sequence_length = 8192
+[precision]
+dtype = "bf16"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "c.toml").write_text(CONFIG)
+    return str(tmp_path / "c.toml")
+
+
+def emitted(capsys: Any, config: str, peer: str, *keys: str) -> tuple[str, str]:
+    words = [word for key in keys for word in ("--set", key)]
+    assert main(["plan", config, "--emit", peer, *words]) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_deepspeed(capsys: Any, config: str, tmp_path: Path) -> None:
+    out, err = emitted(capsys, config, "deepspeed", "parallel.zero=3", "parallel.tp=2", "parallel.pp=1")
+    found = json.loads(out)
+    assert found["zero_optimization"]["stage"] == 3
+    assert found["train_batch_size"] == 64
+    assert found["tensor_parallel"] == {"autotp_size": 2}
+    _, err = emitted(capsys, config, "deepspeed", "parallel.pp=4")
+    assert "pp = 4" in err
+    (tmp_path / "ds.json").write_text(out)
+    code = main(["estimate", config, "--from-deepspeed", str(tmp_path / "ds.json"), "--json"])
+    back = json.loads(capsys.readouterr().out)
+    assert code in (0, 1)
+    assert back["world_size"] == 16
+
+
+def test_accelerate(capsys: Any, config: str, tmp_path: Path) -> None:
+    out, _ = emitted(capsys, config, "accelerate", "parallel.zero=3", "parallel.pp=1", "parallel.tp=2")
+    assert "distributed_type: FSDP" in out
+    (tmp_path / "a.yaml").write_text(out)
+    main(["estimate", config, "--from-accelerate", str(tmp_path / "a.yaml"), "--json"])
+    assert any(row["axis"] == "tp" for row in json.loads(capsys.readouterr().out)["traffic"])
+    accelerate = pytest.importorskip("accelerate.commands.config.config_args")
+    loaded = accelerate.ClusterConfig.from_yaml_file(str(tmp_path / "a.yaml"))
+    assert loaded.num_processes == 16
+    assert loaded.fsdp_config["fsdp_version"] == 2
+
+
+def test_torchtitan(capsys: Any, config: str) -> None:
+    out, _ = emitted(capsys, config, "torchtitan", "parallel.pp=2", "parallel.schedule=zbv")
+    flags = dict(line.removesuffix(" \\").removeprefix("--").partition(" ")[::2] for line in out.splitlines())
+    assert flags["parallelism.pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    product = 1
+    for axis in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel"):
+        product *= int(flags[f"parallelism.{axis}_degree"])
+    assert product * int(flags["parallelism.pipeline_parallel_degree"]) == 16
+    theirs = pytest.importorskip("torchtitan.config.configs")
+    for section, known in (("training", theirs.TrainingConfig), ("parallelism", theirs.ParallelismConfig)):
+        named = {key.partition(".")[2].removeprefix("no-") for key in flags if key.startswith(section)}
+        assert named <= set(known.__dataclass_fields__)
+
+
+def test_megatron(capsys: Any, config: str) -> None:
+    out, err = emitted(capsys, config, "megatron", "parallel.pp=2", "parallel.schedule=zbv", "parallel.tp=2")
+    assert "--tensor-model-parallel-size 2" in out
+    assert "--num-query-groups 8" in out
+    assert "zbv" in err
+
+
+HF: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "gpt2": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280, "n_routed_experts": 256,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HF)
+def test_hugging_face_models_are_the_presets(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF[name]))
+    (tmp_path / "c.toml").write_text(f'[model]\npreset = "{name}"\n')
+    assert name in preset_names("models")
+    assert total(hugging_face(tmp_path)) == total(load(str(tmp_path / "c.toml")).model)
+
+
+def test_foreign_files_are_refused_in_one_line(config: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "bad.yaml").write_text("no colon here\n")
+    for words in (
+        ["--from-hf", str(tmp_path)],
+        ["--from-deepspeed", str(tmp_path / "none.json")],
+        ["--from-accelerate", str(tmp_path / "bad.yaml")],
+    ):
+        assert main(["estimate", config, *words]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
