@@ -47,12 +47,25 @@ DENSE: dict[str, dict[str, Any]] = {
         "eos_token_id": None,
     },
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": SIZES
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": False,
+    },
+}
 
 
 def build(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     """A random transformers model."""
     torch.manual_seed(3)
     config = transformers.AutoConfig.for_model(**settings)
+    config._experts_implementation = "eager"  # its grouped product has no float64
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():

@@ -29,10 +29,10 @@ from fivefold.nn.hub.weights import open_weights
 from fivefold.proof.error import errors
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.checkpoint import load_tensors
-from hub_models import DENSE, build
+from hub_models import DENSE, EXPERTS, build
 from test_decoder import scaled
 
-FAMILIES = DENSE
+FAMILIES = DENSE | EXPERTS
 ROWS, SEQUENCE = 3, 40
 
 
@@ -55,6 +55,8 @@ def exact(theirs: nn.Module, model: Model, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, "forward", exact_norm(module))
         if type(module).__name__.endswith("RotaryEmbedding"):
             patch.setattr(module, "forward", exact_rotary(model))
+        if type(module).__name__.endswith("TopKRouter"):
+            patch.setattr(module, "forward", exact_router(module, model))
     softmax = F.softmax
     patch.setattr(
         nn.functional, "softmax", lambda x, dim=None, dtype=None, **rest: softmax(x, dim=dim, **rest)
@@ -63,6 +65,17 @@ def exact(theirs: nn.Module, model: Model, patch: pytest.MonkeyPatch) -> None:
 
 def exact_norm(module: Any) -> Any:
     return lambda x: F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+def exact_router(module: Any, model: Model) -> Any:
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x.flatten(0, -2) @ module.weight.T
+        weights, chosen = torch.softmax(logits, dim=-1).topk(model.experts.top_k, dim=-1)
+        if model.experts.normalize_top_k:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights, chosen
+
+    return forward
 
 
 def exact_rotary(model: Model) -> Any:
@@ -100,8 +113,18 @@ def parity(
     F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum").backward()
     found = errors({"logits": ours(tokens, segments)}, {"logits": logits})
     ours(tokens, segments, labels).backward()
-    expected = {name: p.grad for name, p in theirs.named_parameters()}
-    return found | errors(stored_gradients(directory, ours), expected)
+    return found | errors(stored_gradients(directory, ours), split_experts(theirs, directory))
+
+
+def split_experts(theirs: Any, directory: Path) -> dict[str, Tensor]:
+    """The gradients by the names of the file: transformers keeps all experts in one tensor, its files do not."""
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    target = directory / "theirs"
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(gradients[name])
+    theirs.save_pretrained(target)
+    return load_file(target / hub.SINGLE)
 
 
 def stored_gradients(directory: Path, decoder: Decoder) -> dict[str, Tensor]:
@@ -169,7 +192,7 @@ def test_in_and_out_again_is_bit_equal(
     assert len(files) > 2 if sharded else len(files) == 1
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
 def test_training_goes_on_from_published_weights(tmp_path: Path, name: str) -> None:
     """With a learning rate next to nothing the trained model is the published one, on two sharded ranks."""
     hub_directory, run = tmp_path / "hub", tmp_path / "run"

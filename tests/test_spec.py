@@ -73,10 +73,11 @@ FAMILIES = {
     "gpt2": replace(GPT2, layers=2),
     "gelu": replace(SMALL, activation="gelu", output_bias=True),
     "experts": replace(SMALL, experts=MOE),
+    "routed": replace(SMALL, experts=replace(MOE, router_bias=False)),
     "latent": replace(SMALL, latent=LATENT, experts=MOE),
     "latent, queries compressed": replace(SMALL, latent=replace(LATENT, q_rank=6)),
 }
-TRAINABLE = ("dense", "biases", "gpt2", "gelu")
+TRAINABLE = ("dense", "biases", "gpt2", "gelu", "routed")
 
 
 class TestParameters:

@@ -155,8 +155,8 @@ def reference(config: Config) -> dict[str, Any]:
     found["initial"] = {name: full(parameter) for name, parameter in named.items()}
     for step in range(config.run.steps):
         batch = global_batch(config, step)
-        count = batch.loss_tokens
-        loss = decoder(batch.tokens, Segments.from_documents(batch.documents), batch.labels) / max(count, 1)
+        segments, count = Segments.from_documents(batch.documents), max(batch.loss_tokens, 1)
+        loss = decoder(batch.tokens, segments, batch.labels, count / len(batch.tokens)) / count
         loss.backward()
         if step == 0:
             found["gradients"] = {n: full(p.grad) for n, p in named.items()}  # type: ignore[arg-type]

@@ -7,31 +7,40 @@ from torch import Tensor, nn
 
 from fivefold.config.tree import Model
 from fivefold.nn.attention import Attention, Segments
+from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
-from fivefold.nn.loss import cross_entropy_sum
+from fivefold.nn.loss import cross_entropy_sum, with_gradient_of
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import Rotary, rotary_table
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward (dense, or of experts), each behind a norm and added to the residual stream."""
 
-    def __init__(self, model: Model, recompute: Recompute) -> None:
+    def __init__(self, model: Model, index: int, recompute: Recompute) -> None:
         super().__init__()
         self.attention_norm = make_norm(model)
         self.attention = Attention(model, recompute)
         self.feed_forward_norm = make_norm(model)
-        self.feed_forward = make_feed_forward(model, model.ffn)
+        if model.experts.count and index >= model.experts.dense_layers:
+            self.experts = Experts(model)
+        else:
+            self.feed_forward = make_feed_forward(model, model.ffn)
         self.run = recompute.layer(self._run)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
-        """`x` and the result: `[batch, sequence, hidden]`."""
+    def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Tensor | None]:
+        """`x` and the first result: `[batch, sequence, hidden]`; the second: `router.imbalance`, if it routes."""
         return self.run(x, rotary, segments)
 
-    def _run(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
+    def _run(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Tensor | None]:
         x = x + self.attention(self.attention_norm(x), rotary, segments)
-        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
+        inner, imbalance = self.feed_forward_norm(x), None
+        if hasattr(self, "experts"):
+            inner, imbalance = self.experts(inner)
+        else:
+            inner = self.feed_forward(inner)
+        return x + inner, imbalance
 
 
 class Decoder(nn.Module):
@@ -48,19 +57,32 @@ class Decoder(nn.Module):
         if model.embedding_norm:
             self.embedding_norm = make_norm(model)
         modes = Recompute(recompute)
-        self.layers = nn.ModuleDict({str(index): DecoderLayer(model, modes) for index in range(model.layers)})
+        self.layers = nn.ModuleDict(
+            {str(index): DecoderLayer(model, index, modes) for index in range(model.layers)}
+        )
         self.norm = make_norm(model)
         self.head = nn.Linear(model.hidden, model.vocab, bias=False)
         if model.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, segments: Segments, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        segments: Segments,
+        labels: Tensor | None = None,
+        tokens_per_sequence: float = 0.0,
+    ) -> Tensor:
         """The summed loss over counted labels, or the logits where no labels are given.
+
+        The auxiliary loss of the routers is part of the gradient and not of the value. It is a mean over the
+        sequences of the global batch, the loss a sum to be divided by its counted tokens: so it counts
+        `tokens_per_sequence` times.
 
         Args:
             tokens: `[batch, sequence]`, int64.
             segments: the documents packed in `tokens`.
             labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
+            tokens_per_sequence: counted tokens of the whole global batch per sequence of it.
 
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`.
@@ -68,12 +90,17 @@ class Decoder(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self._embedded(tokens, positions)
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
+        imbalances = list[Tensor]()
         for layer in self.layers.values():
-            x = layer(x, rotary, segments)
+            x, imbalance = layer(x, rotary, segments)
+            imbalances += [] if imbalance is None else [imbalance]
         x = self.norm(x)
         if labels is None:
             return self.head(x)  # type: ignore[no-any-return]
-        return cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten())
+        loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten())
+        if weight := self.model.experts.auxiliary_loss * tokens_per_sequence:
+            loss = with_gradient_of(loss, weight * torch.stack(imbalances).sum())
+        return loss
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """`[batch, sequence]` → `[batch, sequence, hidden]`; learned positions are those in the packed row."""

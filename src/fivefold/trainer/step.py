@@ -97,7 +97,8 @@ class Stepper:
         waited = self.recorder.waited_seconds
         with self.clock.measure("compute"):
             with self.recorder.phase("forward"):
-                loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels)
+                per_sequence = loss_tokens / self.model.sequences
+                loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels, per_sequence)
             with self.recorder.phase("backward"):
                 (loss * self.loss_scale.value / loss_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum = loss.item()
