@@ -69,5 +69,5 @@ def build(settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(0.05 * torch.randn_like(parameter))
     return model.to(dtype).eval()
