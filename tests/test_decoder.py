@@ -30,7 +30,7 @@ def made(model: Model, dtype: torch.dtype, seed: int = 3) -> Decoder:
     decoder = Decoder(model).to(dtype)
     named = dict(decoder.named_parameters())
     with torch.no_grad():
-        for spec in parameters(model):
+        for spec in filter(lambda spec: spec.trained, parameters(model)):
             values = initial_values(spec, seed, 0, spec.numel).view(spec.shape)
             named[spec.name].copy_(values + 0.1 * (spec.std == 0.0) * torch.randn(spec.shape))
     return decoder

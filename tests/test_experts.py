@@ -17,7 +17,7 @@ from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.experts import Experts
 from fivefold.nn.grouped import _one_by_one, _together, grouped_linear
-from fivefold.nn.router import Router, imbalance
+from fivefold.nn.router import Router, balanced, imbalance
 from fivefold.proof.error import errors
 from ranks import Ranks
 from test_decoder import made
@@ -30,6 +30,7 @@ VARIANTS: dict[str, Options] = {
     "not renormalised": replace(OPTIONS, normalize_top_k=False, top_k=3),
     "sigmoid, scaled": replace(OPTIONS, router="sigmoid", scale=2.5),
     "shared": replace(OPTIONS, shared_ffn=20, dense_layers=1),
+    "biased": replace(OPTIONS, router="sigmoid", router_bias=True, bias_update_rate=0.05),
     "shared behind a gate": replace(OPTIONS, shared_ffn=20, shared_gate=True),
 }
 
@@ -70,7 +71,8 @@ def plain_experts(module: Experts, model: Model, x: Tensor) -> Tensor:
             token = x[row, at]
             logits = weights["router.weight"] @ token
             scores = torch.sigmoid(logits) if options.router == "sigmoid" else torch.softmax(logits, 0)
-            chosen = scores.argsort(descending=True)[: options.top_k]
+            wanted = scores if module.selection_bias is None else scores + module.selection_bias
+            chosen = wanted.argsort(descending=True)[: options.top_k]
             share = scores[chosen] / (scores[chosen].sum() if options.normalize_top_k else 1.0)
             total = torch.zeros_like(token)
             for factor, expert in zip(share, chosen.tolist(), strict=True):
@@ -92,6 +94,8 @@ def test_experts_equal_the_textbook(options: Options, dtype: torch.dtype) -> Non
     model = with_experts(options)
     module = made(model, dtype).layers["1"].experts
     assert isinstance(module, Experts)
+    if module.selection_bias is not None:
+        module.selection_bias.copy_(torch.tensor([0.3, 0.0, -0.2, 0.1, -0.3]))
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     names, tensors = zip(*module.named_parameters(), strict=True)
     found, expected = module(x)[0], plain_experts(module, model, x)
@@ -147,7 +151,7 @@ class TestImbalance:
 
             x, value = layer(x, rotary_table(decoder.model, torch.arange(20)), segments)
             assert value is not None
-            found.append(value)
+            found.append(value.imbalance)
         extra = torch.autograd.grad(1.5 * torch.stack(found).sum(), parameters, allow_unused=True)
         base, whole = (torch.autograd.grad(loss, parameters) for loss in (plain, weighted))
         for a, b, c in zip(base, whole, extra, strict=True):
@@ -168,6 +172,47 @@ def test_recompute_changes_nothing(recompute: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+class TestBiasBalancing:
+    def test_a_bias_moves_against_its_load(self) -> None:
+        bias = torch.tensor([0.5, 0.0, -0.5, 0.25])
+        moved = balanced(bias, torch.tensor([9.0, 1.0, 5.0, 5.0]), 0.125)
+        assert moved.tolist() == [0.375, 0.125, -0.5, 0.25]
+
+    @pytest.mark.parametrize("recompute", ["none", "full"])
+    def test_each_choice_is_counted_once(self, recompute: Any) -> None:
+        options = VARIANTS["biased"]
+        decoder = Decoder(with_experts(options), recompute)
+        decoder.load_state_dict(made(with_experts(options), torch.float32).state_dict())
+        tokens, segments = torch.arange(40).view(2, 20), Segments((20, 20))
+        with torch.no_grad():
+            decoder(tokens, segments, tokens)
+        assert decoder.take_counts() == []
+        for _ in range(2):
+            decoder(tokens, segments, tokens).backward()
+        counts = torch.tensor(decoder.take_counts(), dtype=torch.float64).view(2, 5)
+        assert counts.sum(dim=1).tolist() == [2 * 40 * 2] * 2
+        assert decoder.take_counts() == []
+        decoder.balance(counts.flatten().tolist())
+        for layer, chosen in zip(decoder.layers.values(), counts, strict=True):
+            assert torch.equal(layer.experts.selection_bias, 0.05 * (chosen.mean() - chosen).sign().float())
+
+    def test_it_balances(self) -> None:
+        """Routers that send everything to one expert are turned away from it."""
+        options = replace(VARIANTS["biased"], top_k=1)
+        decoder = made(with_experts(options), torch.float32)
+        for layer in decoder.layers.values():
+            layer.experts.selection_bias[0] = 2.0  # scores are below 1
+        tokens, segments = torch.arange(40).view(2, 20), Segments((20, 20))
+        shares = []
+        for _ in range(60):
+            decoder(tokens, segments, tokens)
+            counts = decoder.take_counts()
+            shares.append(max(counts) / 40)
+            decoder.balance(counts)
+        assert shares[0] == 1.0
+        assert shares[-1] < 0.5
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, backend=None) as started:
@@ -175,7 +220,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("name", ["softmax", "shared behind a gate"])
+@pytest.mark.parametrize("name", ["biased", "shared behind a gate"])
 def test_layouts_equal_one_process(ranks: Ranks, zero: int, name: str) -> None:
     """With the auxiliary loss, unevenly masked tokens, uneven shards of 5 experts, accumulation 2."""
     config = toy_config(zero=zero, global_batch=4 * ranks.world_size, micro_batch=2)

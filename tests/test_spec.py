@@ -73,11 +73,10 @@ FAMILIES = {
     "gpt2": replace(GPT2, layers=2),
     "gelu": replace(SMALL, activation="gelu", output_bias=True),
     "experts": replace(SMALL, experts=MOE),
-    "routed": replace(SMALL, experts=replace(MOE, router_bias=False)),
     "latent": replace(SMALL, latent=LATENT, experts=MOE),
     "latent, queries compressed": replace(SMALL, latent=replace(LATENT, q_rank=6)),
 }
-TRAINABLE = ("dense", "biases", "gpt2", "gelu", "routed")
+TRAINABLE = ("dense", "biases", "gpt2", "gelu", "experts")
 
 
 class TestParameters:
@@ -101,6 +100,8 @@ class TestParameters:
             decoder = Decoder(model)
         expected = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
         assert {each.name: each.shape for each in parameters(model) if each.trained} == expected
+        untrained = {name: tuple(buffer.shape) for name, buffer in decoder.named_buffers()}
+        assert {each.name: each.shape for each in parameters(model) if not each.trained} == untrained
 
     @pytest.mark.parametrize(
         ("model", "count"),

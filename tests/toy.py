@@ -164,10 +164,12 @@ def reference(config: Config) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         optimizer.step()
+        decoder.balance(decoder.take_counts())
         optimizer.zero_grad()
         found["loss"].append(loss.item())
         found["grad_norm"].append(norm.item())
-    found["state"] = {f"model.{n}": full(p) for n, p in named.items()}
+    buffers = dict(decoder.named_buffers())
+    found["state"] = {f"model.{n}": full(p) for n, p in (named | buffers).items()}
     for name, parameter in named.items():
         for moment in ("exp_avg", "exp_avg_sq"):
             found["state"][f"optimizer.{name}.{moment}"] = full(optimizer.state[parameter][moment])

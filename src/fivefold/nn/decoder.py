@@ -13,6 +13,7 @@ from fivefold.nn.loss import cross_entropy_sum, with_gradient_of
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import Rotary, rotary_table
+from fivefold.nn.router import Routing, balanced
 
 
 class DecoderLayer(nn.Module):
@@ -29,18 +30,18 @@ class DecoderLayer(nn.Module):
             self.feed_forward = make_feed_forward(model, model.ffn)
         self.run = recompute.layer(self._run)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Tensor | None]:
-        """`x` and the first result: `[batch, sequence, hidden]`; the second: `router.imbalance`, if it routes."""
+    def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Routing | None]:
+        """`x` and the first result: `[batch, sequence, hidden]`; the second only if it routes."""
         return self.run(x, rotary, segments)
 
-    def _run(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Tensor | None]:
+    def _run(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Routing | None]:
         x = x + self.attention(self.attention_norm(x), rotary, segments)
-        inner, imbalance = self.feed_forward_norm(x), None
+        inner, routing = self.feed_forward_norm(x), None
         if hasattr(self, "experts"):
-            inner, imbalance = self.experts(inner)
+            inner, routing = self.experts(inner)
         else:
             inner = self.feed_forward(inner)
-        return x + inner, imbalance
+        return x + inner, routing
 
 
 class Decoder(nn.Module):
@@ -62,6 +63,7 @@ class Decoder(nn.Module):
         )
         self.norm = make_norm(model)
         self.head = nn.Linear(model.hidden, model.vocab, bias=False)
+        self._counts: Tensor | None = None
         if model.tied:
             self.head.weight = self.embedding.weight
 
@@ -90,17 +92,49 @@ class Decoder(nn.Module):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self._embedded(tokens, positions)
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
-        imbalances = list[Tensor]()
-        for layer in self.layers.values():
-            x, imbalance = layer(x, rotary, segments)
-            imbalances += [] if imbalance is None else [imbalance]
+        routings: dict[str, Routing] = {}
+        for index, layer in self.layers.items():
+            x, routing = layer(x, rotary, segments)
+            if routing is not None:
+                routings[index] = routing
         x = self.norm(x)
         if labels is None:
             return self.head(x)  # type: ignore[no-any-return]
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten())
+        if torch.is_grad_enabled() and self.model.experts.router_bias:
+            self._count(routings)
         if weight := self.model.experts.auxiliary_loss * tokens_per_sequence:
-            loss = with_gradient_of(loss, weight * torch.stack(imbalances).sum())
+            imbalances = torch.stack([routing.imbalance for routing in routings.values()])
+            loss = with_gradient_of(loss, weight * imbalances.sum())
         return loss
+
+    def take_counts(self) -> list[float]:
+        """How often each expert of each layer was chosen since this was last asked, for `balance`.
+
+        Empty where no selection bias needs it. Forwards without a gradient, and what backward recomputes, are
+        not counted.
+        """
+        counts, self._counts = self._counts, None
+        return [] if counts is None else counts.flatten().double().tolist()
+
+    @torch.no_grad()
+    def balance(self, counts: list[float]) -> None:
+        """Moves the selection biases by one step, given the counts of the whole global batch."""
+        if not counts:
+            return
+        table = torch.tensor(counts, dtype=torch.float64).view(self.model.layers, -1)
+        for index, layer in self.layers.items():
+            if (bias := getattr(getattr(layer, "experts", None), "selection_bias", None)) is not None:
+                chosen = table[int(index)].to(bias.device)
+                bias.copy_(balanced(bias, chosen, self.model.experts.bias_update_rate))
+
+    def _count(self, routings: dict[str, Routing]) -> None:
+        if self._counts is None:
+            device = self.embedding.weight.device
+            size = (self.model.layers, self.model.experts.count)
+            self._counts = torch.zeros(size, dtype=torch.int64, device=device)
+        for index, routing in routings.items():
+            self._counts[int(index)] += routing.counts
 
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """`[batch, sequence]` → `[batch, sequence, hidden]`; learned positions are those in the packed row."""

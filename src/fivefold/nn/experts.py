@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fivefold.config.tree import Model
 from fivefold.nn.feed_forward import make_feed_forward
 from fivefold.nn.grouped import GroupedLinear
-from fivefold.nn.router import Choice, Router
+from fivefold.nn.router import Choice, Router, Routing
 
 
 class Experts(nn.Module):
@@ -17,26 +17,28 @@ class Experts(nn.Module):
         super().__init__()
         options = model.experts
         self.router = Router(model)
+        self.selection_bias: Tensor | None
+        self.register_buffer("selection_bias", torch.zeros(options.count) if options.router_bias else None)
         self.gate = GroupedLinear(options.count, model.hidden, options.ffn)
         self.up = GroupedLinear(options.count, model.hidden, options.ffn)
         self.down = GroupedLinear(options.count, options.ffn, model.hidden)
         self.shared = make_feed_forward(model, options.shared_ffn) if options.shared_ffn else None
         self.shared_gate = nn.Linear(model.hidden, 1, bias=False) if options.shared_gate else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`x` and the first result: `[batch, sequence, hidden]`; the second: `router.imbalance`."""
-        choice = self.router.choose(x)
+    def forward(self, x: Tensor) -> tuple[Tensor, Routing]:
+        """`x` and the first result: `[batch, sequence, hidden]`."""
+        choice = self.router.choose(x, self.selection_bias)
         out = self._routed(x.flatten(0, 1), choice).view_as(x)
         if self.shared is not None:
             shared = self.shared(x)
             out = out + (shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared)
-        return out, choice.imbalance
+        return out, choice.routing
 
     def _routed(self, x: Tensor, choice: Choice) -> Tensor:
         """`[tokens, hidden]` → the same: each token's rows are sorted by expert, computed, and put back."""
         tokens, top_k = choice.experts.shape
         by_expert = choice.experts.flatten().argsort(stable=True)
-        counts = torch.bincount(choice.experts.flatten(), minlength=self.router.out_features)
+        counts = choice.routing.counts
         rows = x.repeat_interleave(top_k, dim=0)[by_expert]
         rows = self.down(F.silu(self.gate(rows, counts)) * self.up(rows, counts), counts)
         back = torch.empty_like(by_expert)

@@ -8,38 +8,57 @@ from torch import Tensor, nn
 from fivefold.config.tree import Model
 
 
+class Routing(NamedTuple):
+    """What a layer's router did in a micro-batch.
+
+    Attributes:
+        imbalance: a scalar, summed over the sequences: see `imbalance`.
+        counts: `[experts]`, int64, choices that fell on each expert.
+    """
+
+    imbalance: Tensor
+    counts: Tensor
+
+
 class Choice(NamedTuple):
     """What the router decides.
 
     Attributes:
         experts: `[tokens, top_k]`, int64, the chosen experts.
         weights: `[tokens, top_k]`, of their outputs.
-        imbalance: a scalar, summed over the sequences: see `imbalance`.
+        routing: the sums of it.
     """
 
     experts: Tensor
     weights: Tensor
-    imbalance: Tensor
+    routing: Routing
 
 
 class Router(nn.Linear):
-    """Scores of all experts, in at least float32; the top_k highest are chosen."""
+    """Scores of all experts, in at least float32; the top_k highest are chosen.
+
+    A selection bias is added for the choice and for nothing else (DeepSeek-V3 2024, §2.1.2).
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.hidden, model.experts.count, bias=False)
         self.options = model.experts
 
-    def choose(self, x: Tensor) -> Choice:
-        """`x`: `[batch, sequence, hidden]`."""
+    def choose(self, x: Tensor, selection_bias: Tensor | None = None) -> Choice:
+        """`x`: `[batch, sequence, hidden]`; `selection_bias`: `[experts]`."""
         options = self.options
         logits = self(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(dim=-1) if options.router == "softmax" else logits.sigmoid()
-        weights, experts = scores.topk(options.top_k, dim=-1)
+        wanted = scores if selection_bias is None else scores + selection_bias
+        experts = wanted.topk(options.top_k, dim=-1).indices
+        weights = scores.gather(-1, experts)
         if options.normalize_top_k:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         weights = (weights * options.scale).to(x.dtype)
-        return Choice(experts.flatten(0, 1), weights.flatten(0, 1), imbalance(scores, experts))
+        counts = torch.bincount(experts.flatten(), minlength=options.count)
+        routing = Routing(imbalance(scores, experts), counts)
+        return Choice(experts.flatten(0, 1), weights.flatten(0, 1), routing)
 
 
 def imbalance(scores: Tensor, experts: Tensor) -> Tensor:
@@ -60,3 +79,8 @@ def imbalance(scores: Tensor, experts: Tensor) -> Tensor:
     share = chosen_counts * (count / chosen.shape[1])
     probability = (scores / scores.sum(dim=-1, keepdim=True)).mean(dim=1)
     return (share * probability).sum()
+
+
+def balanced(selection_bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """The bias after one step: up by `rate` for experts chosen less than the mean, down for those chosen more."""
+    return selection_bias + rate * (counts.mean() - counts).sign().to(selection_bias.dtype)

@@ -43,6 +43,8 @@ def parallelize(resolved: Resolved, device_mesh: DeviceMesh | None, device: torc
     held = local_parameters(decoder, parameters(config.model))
     for parameter in held:
         initialize(parameter, config.run.seed)
+    for buffer in decoder.buffers():  # selection biases, the same on every rank
+        buffer.zero_()
     return ParallelModel(decoder, data, held, resolved.batch.global_batch)
 
 

@@ -197,7 +197,6 @@ def check_trainable(resolved: Resolved) -> None:
     """Refuses what can be planned and is not trained yet."""
     model, parallel, mesh = resolved.config.model, resolved.config.parallel, resolved.mesh
     lacking = {
-        "model.experts.router_bias": model.experts.router_bias,
         f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",

@@ -76,7 +76,8 @@ class Stepper:
             loss_sum += self._forward_backward(batch, max(loss_tokens, 1.0))
         with self.recorder.phase("step"), self.clock.measure("communication"):
             square = local_square_norm(self.model.parameters)
-            loss_sum, square = self.agreement.sum(loss_sum, square)
+            counts = self.model.module.take_counts()
+            loss_sum, square, *counts = self.agreement.sum(loss_sum, square, *counts)
         grad_norm = sqrt(square) / self.loss_scale.value
         if inspect is not None:
             inspect(self.model)
@@ -85,6 +86,7 @@ class Stepper:
             with self.clock.measure("compute"):
                 scale = clip_coefficient(grad_norm, self.clip) / self.loss_scale.value
                 self.optimizer.step(learning_rate, scale)
+                self.model.module.balance(counts)
         else:
             with self.recorder.paused():
                 skipped = first_non_finite(self.model, micro_batches)
