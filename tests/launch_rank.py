@@ -24,6 +24,7 @@ def main(mode: str, steps: int) -> None:
     place = place_from(os.environ)
     assert place is not None
     with as_rank(place), StopSignal() as stop:
+        stop.listen()
         if mode == "bad":
             raise BadInput("run.toml:3: batch.global_batch = 5: 2 ranks do not divide it")
         train(place, mode, steps, stop)

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from fivefold.cli.main import main
+from fivefold.config.errors import BadInput, RunFailed
+from fivefold.config.load import load
+from fivefold.trainer.directory import write_run
 
 BASE = """
 [model]
@@ -346,6 +349,12 @@ COMMANDS = [
     words("negative top-k", "generate", "x", "--top-k", "-1", says=("--top-k", '"-1"', "≥ 0")),
     words("negative temperature", "generate", "x", "--temperature", "-0.5", says=("--temperature", "≥ 0")),
     words("temperature nan", "generate", "x", "--temperature", "nan", says=("--temperature", "a finite")),
+    Case(
+        "prompt that is no text",
+        ("generate", "old", "--prompt", "\udcff"),
+        ("--prompt: not UTF-8",),
+        {"old/config.toml": ""},
+    ),
     words("huge seed", "generate", "x", "--seed", str(HUGE), says=("--seed", "64 bits")),
 ]
 CASES = FILES + OVERRIDES + CONTRADICTIONS + TRAIN + COMMANDS
@@ -456,3 +465,30 @@ def test_debug_shows_where_a_refusal_comes_from(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="unknown key"):
         main(["config", "check", "quickstart", "--set", "run.stepz=1", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("error", "line"), [(KeyboardInterrupt(), "stopped by SIGINT"), (RunFailed("no more"), "no more")]
+)
+def test_what_ends_a_run_is_one_line(
+    error: BaseException, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("fivefold.cli.main._dispatch", end)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err == f"fivefold: {line}\n"
+
+
+def test_of_runs_that_chose_one_directory_at_once_one_gets_it(tmp_path: Path) -> None:
+    run, tokenizer = tmp_path / "run", tmp_path / "tokenizer.json"
+    tokenizer.write_text("first")
+    write_run(run, load("quickstart"), tokenizer, resume=False)
+    tokenizer.write_text("second")
+    with pytest.raises(BadInput, match="holds a run already"):
+        write_run(run, load("quickstart"), tokenizer, resume=False)
+    assert (run / "tokenizer.json").read_text() == "first"
+    write_run(run, load("quickstart", ["run.steps=7"]), tokenizer, resume=True)
+    assert load(str(run)).run.steps == 7
+    assert sorted(path.name for path in run.iterdir()) == ["config.toml", "tokenizer.json"]

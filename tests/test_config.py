@@ -246,6 +246,7 @@ def test_a_run_directory_is_its_config_wherever_it_lies(
     assert (moved.run.dir, moved.run.name, moved.run.steps) == (str(new), "mine", 9)
     monkeypatch.chdir(new)
     assert load(".").run.dir == "."
+    assert load(str(new), ["run.dir=other"]).run.dir == "other"  # the same once more, elsewhere
 
 
 @pytest.mark.parametrize(

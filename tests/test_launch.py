@@ -232,6 +232,7 @@ def test_real_srun() -> None:
 def test_stop_signal_notes_the_first_and_restores(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
+        stop.listen()
         assert not stop
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGINT)  # an echo: within two seconds
@@ -245,7 +246,7 @@ def test_a_later_interrupt_ends_the_process() -> None:
         "import os, signal, time\n"
         "from fivefold.trainer import stop\n"
         "stop.ECHO_SECONDS = 0.05\n"
-        "with stop.StopSignal():\n"
+        "with stop.StopSignal() as noted:\n    noted.listen()\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(0.1)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"  # Slurm sends one at the end of a grace time: no reason to go

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fivefold.config.errors import BadInput
+from fivefold.config.errors import BadInput, RunFailed
 from fivefold.config.tree import Config, Run
 from fivefold.observe.metrics import MetricsFile, StepMetrics
 from fivefold.observe.observer import Observer, open_observer
@@ -175,3 +175,12 @@ def test_every_sink_gets_every_event(tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert len(read(tmp_path / name / "metrics.jsonl")) == 1
         assert read(tmp_path / name / "evaluations.jsonl") == [{"step": 1, "loss": 5.0}]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a disk that is always full")
+def test_a_full_disk_is_told_in_one_line_and_once(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    file._steps._file = open("/dev/full", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+    with pytest.raises(RunFailed, match=r"cannot write /dev/full: No space left on device; make room"):
+        file.step(metrics())
+    file.close()

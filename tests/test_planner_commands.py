@@ -95,10 +95,16 @@ def test_plan_keeps_its_contract(config: str, capsys: pytest.CaptureFixture[str]
     assert steps == sorted(steps)
 
 
-def test_the_plan_is_a_config(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "schedule", ["", "1f1b", "interleaved", "zbv", "zb_h1", "interleaved_zb", "dualpipev"]
+)
+def test_the_plan_is_a_config(
+    config: str, schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What plan emits, estimate takes, and finds the same step."""
-    found = document(capsys, "plan", config, "--json")
-    assert main(["plan", config, "--emit", "fivefold"]) == 0
+    fixed = ["--set", f"parallel.schedule={schedule}", "--set", "parallel.pp=4"] if schedule else []
+    found = document(capsys, "plan", config, "--json", *fixed)
+    assert main(["plan", config, "--emit", "fivefold", *fixed]) == 0
     best = tmp_path / "best.toml"
     best.write_text(capsys.readouterr().out)
     assert document(capsys, "estimate", str(best), "--json")["time"]["step"] == pytest.approx(

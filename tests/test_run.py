@@ -273,3 +273,80 @@ def samples_of(place: Path) -> Samples:
     config = load(str(place / "whole"))
     store = open_store(next((place / "data").glob("*/manifest.json")).parent)
     return Samples(store, config.data, 32, config.run.seed)
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    assert "Traceback" not in done.stdout
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+def test_a_resume_that_would_mean_another_run_is_refused_and_changes_nothing(
+    place: Path, whole: Path
+) -> None:
+    copy = place / "refused"
+    shutil.copytree(whole, copy)
+    config = (copy / "config.toml").read_text()
+    alone = settings(str(copy), 1)
+    for key, value in (
+        ("run.seed", "5"),
+        ("model.rope_theta", "5.0"),
+        ("model.hidden", "64"),
+        ("optimizer.name", "sgd"),
+        ("precision.dtype", "float64"),
+    ):
+        more = ["--set", "run.steps=14", "--set", f"{key}={value}"]
+        done = fivefold(place, "train", str(copy), "--resume", *alone, *more, expect=2)
+        assert f"{key} = {value}: {copy}/checkpoints/step-12 was trained with" in one_line(done)
+    more = ["--set", "run.steps=14", "--set", "data.validation_fraction=0"]
+    done = fivefold(place, "train", str(copy), "--resume", *alone, *more, expect=2)
+    assert "other samples" in one_line(done)
+    assert (copy / "config.toml").read_text() == config
+    assert numbers(metrics(copy)) == numbers(metrics(whole))
+
+
+def test_a_run_that_is_done_says_so(place: Path, whole: Path) -> None:
+    evaluations = (whole / "evaluations.jsonl").read_text()
+    done = fivefold(place, "train", str(whole), "--resume")
+    assert "step 12 of run.steps = 12 is done; train on with" in done.stdout
+    assert "nan" not in done.stdout
+    assert (whole / "evaluations.jsonl").read_text() == evaluations
+
+
+def test_a_damaged_checkpoint_is_one_line_that_says_what_to_do(place: Path, whole: Path) -> None:
+    copy = place / "damaged"
+    shutil.copytree(whole, copy)
+    newest = copy / "checkpoints" / "step-12"
+    with (newest / "config.toml").open("a") as file:
+        file.write("#")
+    done = fivefold(
+        place, "train", str(copy), "--resume", *settings(str(copy), 1), "--set", "run.steps=14", expect=1
+    )
+    assert f"move {newest} away to go on from the checkpoint before it" in one_line(done)
+    assert "config.toml has" in one_line(fivefold(place, "generate", str(copy), expect=1))
+
+
+def test_a_reader_who_goes_away_stops_the_run_and_nothing_is_lost(place: Path, whole: Path) -> None:
+    run = place / "unheard"
+    words = command("train", "tiny.toml", *settings(run.name, 1, 0, "--set", "run.steps=100000"))
+    more = ["--set", "log.every=1"]
+    process = subprocess.Popen(
+        [*words, *more], cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_steps(run, 2, process)
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.wait(timeout=30) == 1
+    assert process.stderr.read() == "fivefold: nobody reads the output any more: the run saves and stops\n"
+    process.stderr.close()
+    last = metrics(run)[-1]["step"]
+    assert shelf.step_of(shelf.complete(run / "checkpoints")[-1]) == last
+
+
+def test_a_run_that_goes_on_in_fp16_begins_with_its_own_loss_scale(place: Path, whole: Path) -> None:
+    copy = place / "to-fp16"
+    shutil.copytree(whole, copy)
+    more = ["--set", "run.steps=13", "--set", "precision.dtype=fp16"]
+    fivefold(place, "train", str(copy), "--resume", *settings(str(copy), 1), *more)
+    assert metrics(copy)[-1]["loss_scale"] == load(str(copy)).precision.initial_loss_scale

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument, number, whole_number
 from fivefold.cli.extras import require_torch
+from fivefold.config.errors import BadInput
 from fivefold.trainer.directory import check_run
 
 
@@ -29,6 +30,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Generates in this one process, whatever layout the run had."""
     path = Path(arguments.run)
     check_run(path)
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError:
+        raise BadInput("--prompt: not UTF-8; give text, and set a UTF-8 locale if this is text") from None
     require_torch()
     from fivefold.trainer.writer import write_text
 

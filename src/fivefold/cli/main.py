@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn, Protocol, cast
 
-from fivefold.config.errors import BadInput, did_you_mean, shortened
+from fivefold.config.errors import BadInput, RunFailed, did_you_mean, shortened
 
 COMMANDS = (
     "estimate",
@@ -52,10 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as error:
         if "--debug" in words:
             raise
-        print(f"fivefold: {_one_line(str(error))}", file=sys.stderr)
+        _say(str(error))
         return 2
+    except RunFailed as error:
+        if "--debug" in words:
+            raise
+        _say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        _say("stopped by SIGINT")
+        return 1
     except BrokenPipeError:
         return 1
+
+
+def _say(problem: str) -> None:
+    print(f"fivefold: {_one_line(problem)}", file=sys.stderr)
 
 
 def _one_line(text: str) -> str:

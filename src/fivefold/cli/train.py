@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts the local ranks the layout needs; under a launcher, is one rank."""
+    """Starts the local ranks the layout needs; under a launcher, is one rank.
+
+    Returns:
+        0 = the last step is done, 1 = a signal stopped the run before.
+    """
     from fivefold.trainer.launch import as_rank
     from fivefold.trainer.place import place_from
 
@@ -46,8 +50,8 @@ def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
             return _start(arguments, resolved.mesh.world_size, directory)
     from fivefold.trainer.work import work
 
-    work(resolved, place, arguments.resume)
-    return 0
+    done = work(resolved, place, arguments.resume)
+    return 0 if done or place else 1  # a rank that stopped as asked has not failed: its launcher tells
 
 
 def _check_inputs(config: Config, resume: bool) -> str:

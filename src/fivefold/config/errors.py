@@ -11,6 +11,13 @@ class BadInput(ValueError):  # noqa: N818 - it names the input, not the program,
     """
 
 
+class RunFailed(RuntimeError):  # noqa: N818 - it is the run that failed, as it may, not the program
+    """A run, or what it left, cannot be used any further: one line that says what, where, and what would help.
+
+    Commands print the line and exit with 1.
+    """
+
+
 class ConfigError(BadInput):
     """A config file, an override or a combination of keys."""
 

@@ -125,7 +125,7 @@ FAMILIES: dict[str, Family] = {
             Key("heads", ("n_head",)),
             Key("ffn", ("n_inner",), _four_times("n_embd")),
             Key("vocab", ("vocab_size",)),
-            Key("max_positions", ("n_positions", "n_ctx")),
+            Key("max_positions", ("n_positions", "n_ctx"), 1024),
             Key(
                 "activation",
                 ("activation_function",),

@@ -48,7 +48,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
             data["tokenizer"] = data.get("tokenizer") or str(tokenizer)
     if not run.get("name"):
         run["name"] = _default_name(source)
-    if os.path.isdir(source):
+    if os.path.isdir(source) and not any(each.holds(("run", "dir")) for each in sources[1:]):
         run["dir"] = source  # also when the run has been moved
     return _convert(table, sources)
 

@@ -26,6 +26,8 @@ def matmul_seconds(
 
 def stream_seconds(moved: float, device: Device, physics: Physics) -> float:
     """Memory-bound kernels that move `moved` bytes."""
+    if device.is_cpu:  # no kernel to fill: a loop runs at its rate from the start
+        return moved / (device.bandwidth * physics.memory_rate)
     return (moved + physics.small_read) / (device.bandwidth * physics.memory_rate) if moved else 0.0
 
 
@@ -34,13 +36,15 @@ def core_seconds(core: Core, job: Job) -> tuple[float, float]:
     backward (5 matmuls against 2); unfused ones compute and store all scores."""
     if job.stack.attention == "unfused":
         return _unfused(core, job)
-    physics = job.physics
-    rate = job.hardware.device.attention[job.stack.attention] * physics.sustained_attention
+    physics, device = job.physics, job.hardware.device
+    rate = device.attention[job.stack.attention]
+    if device.is_cpu:  # measured in training, at the lengths CPUs train on
+        forward = core.causal_flops / rate
+        return forward, (2.0 if job.stack.attention == "blocked" else 2.5) * forward
+    rate *= physics.sustained_attention
     block = core.keys / (job.cp if job.context == "ring" else 1)  # a ring works block by block
     rate *= block / (block + physics.attention_half)
     rate *= core.qk_dim / (ceil(core.qk_dim / 8) * 8)  # heads are padded to whole tensor-core tiles
-    if job.stack.attention == "blocked":
-        return core.causal_flops / rate, 2 * core.causal_flops / rate
     forward = core.causal_flops / rate + physics.matmul_ramp
     return forward, 2.5 * core.causal_flops / (rate * physics.attention_backward) + physics.matmul_ramp
 

@@ -138,8 +138,8 @@ def _order(name: schedules.Name, ranks: int, microbatches: int, chunks: int) -> 
     """
     work = schedules.actions(name, ranks, microbatches, chunks)
     place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
-    known = [False] * (2 * len(place) * microbatches + 2)
-    known[0] = True
+    known = bytearray(2 * len(place) * microbatches + 2)
+    known[0] = 1
     queues = [[_step(action, rank, place, microbatches) for action in own] for rank, own in enumerate(work)]
     found: list[_Step] = []
     done = [0] * ranks
@@ -147,17 +147,24 @@ def _order(name: schedules.Name, ranks: int, microbatches: int, chunks: int) -> 
     while progress:
         progress = False
         for rank, own in enumerate(queues):
-            while done[rank] < len(own):
-                step = own[done[rank]]
-                partner = own[done[rank] + 1] if step.action.joined else None
-                if not known[step.needs] or (partner and not known[partner.needs]):
+            start = position = done[rank]
+            end = len(own)
+            while position < end:
+                step = own[position]
+                if not known[step[3]]:  # needs
                     break
-                known[step.makes] = True
-                if partner:
-                    known[partner.makes] = True
-                found.append(step if partner is None else step._replace(partner=partner))
-                done[rank] += 2 if partner else 1
-                progress = True
+                if step[6][3]:  # joined to the next
+                    partner = own[position + 1]
+                    if not known[partner[3]]:
+                        break
+                    known[partner[5]] = 1
+                    step = step._replace(partner=partner)
+                    position += 1
+                known[step[5]] = 1  # makes
+                found.append(step)
+                position += 1
+            done[rank] = position
+            progress = progress or position > start
     if any(end < len(own) for end, own in zip(done, queues, strict=True)):
         raise RuntimeError("the schedule's lists wait for one another")
     return tuple(found)
@@ -176,7 +183,8 @@ def _step(action: Action, rank: int, place: Sequence[int], microbatches: int) ->
         needs, other, makes = forward + gradients + microbatches, stage + 1, forward + gradients
     else:
         needs, other, makes = forward, stage, forward + gradients
-    return _Step(rank, int(kind), stage, needs, place[other] != rank, makes, action, None)
+    fields = (rank, int(kind), stage, needs, place[other] != rank, makes, action, None)
+    return tuple.__new__(_Step, fields)
 
 
 def _run(

@@ -47,7 +47,7 @@ class Time(NamedTuple):
     """Seconds of one step, in parts that sum to `step`."""
 
     step: float
-    compute: float  # of the busiest pipeline rank
+    compute: float  # of the pipeline rank that is through last
     exposed_communication: float
     bubble: float
     optimizer: float
@@ -59,7 +59,7 @@ class Ledger(NamedTuple):
 
     job: Job
     ranks: tuple[RankClass, ...]
-    traffic: tuple[Row, ...]  # of the busiest rank
+    traffic: tuple[Row, ...]  # of the pipeline rank that is through last
     time: Time
     timeline: Timeline
     parameters: int
@@ -169,39 +169,36 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     return Tail(sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found))
 
 
-def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[float, Tail]:
-    """(when the last rank is through, its tail). Ranks are tried latest first; one that could not come last
-    even with the longest tail is not."""
+def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[float, int, Tail]:
+    """(when the last rank is through, which one, its tail). Ranks are tried latest first; one that could not
+    come last even with the longest tail is not."""
     biggest = max(range(job.pp), key=lambda rank: shares[rank].total)
     longest = tail(job, built, biggest, shares[biggest])
-    worst, found = line.finished[biggest] + longest.late + longest.update, longest
+    worst, last, found = line.finished[biggest] + longest.late + longest.update, biggest, longest
     for rank in sorted(range(job.pp), key=lambda rank: -line.finished[rank]):
         if line.finished[rank] + 1.5 * (longest.late + longest.update) < worst:
             break
         own = tail(job, built, rank, shares[rank])
         if line.finished[rank] + own.late + own.update > worst:
-            worst, found = line.finished[rank] + own.late + own.update, own
-    return worst, found
+            worst, last, found = line.finished[rank] + own.late + own.update, rank, own
+    return worst, last, found
 
 
 def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
-    """Pipeline, then traffic that nothing hides, then the optimizer: the slowest rank counts."""
-    end, last = slowest(job, built, line, shares)
-    busiest = max(range(job.pp), key=lambda rank: line.busy[rank])
-    inner = _layer_rows(job, built, busiest) + [
-        item for item in pipeline.rows(job, built, busiest) if item.axis == "pp"
-    ]
+    """The step of the rank that is through last: its pipeline, traffic that nothing hides, its update."""
+    end, rank, ending = slowest(job, built, line, shares)
+    inner = _layer_rows(job, built, rank)
+    inner += [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
     exposed = sum(item.exposed_seconds for item in inner)
-    rest = job.physics.step
     time = Time(
-        step=end + rest,
-        compute=line.busy[busiest] - exposed,
-        exposed_communication=exposed + last.late,
-        bubble=max(0.0, end - line.busy[busiest] - last.late - last.update),
-        optimizer=last.update,
-        other=rest,
+        step=end + job.physics.step,
+        compute=line.busy[rank] - exposed,
+        exposed_communication=exposed + ending.late,
+        bubble=max(0.0, line.finished[rank] - line.busy[rank]),
+        optimizer=ending.update,
+        other=job.physics.step,
     )
-    return time, (*inner, *last.rows)
+    return time, (*inner, *ending.rows)
 
 
 def _layer_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 REFRESH_SECONDS = 0.1  # the live line is drawn no more often; a drawing costs about a millisecond
 
 
+class Output(Console):
+    """A console that falls silent when its reader goes away, as `| head` does; rich's own ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, sys.stdout.fileno())  # else what is still buffered fails once more at exit
+        os.close(silence)
+        print("fivefold: nobody reads the output any more: the run saves and stops", file=sys.stderr)
+
+
 class RunConsole:
     """Rank 0's view of a run. A sink that also has pages and notes.
 
@@ -35,7 +46,7 @@ class RunConsole:
         terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a bar that an old code page lacks must not end a run
-        self._console = Console(
+        self._console = Output(
             file=stream,
             force_terminal=terminal,
             force_jupyter=False,
@@ -49,6 +60,11 @@ class RunConsole:
         self._first_step: int | None = None
         self._drawn = 0.0
         self._entropy: float | None = None
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether the reader of the output has gone away."""
+        return self._console.quiet
 
     def start(self, facts: StartFacts) -> None:
         """Prints the start page; the live line appears below it."""

@@ -17,6 +17,7 @@ class StartFacts:
         start_step: optimizer steps already done by the run that is resumed; 0 = a new one.
         documents: documents to train on.
         data_tokens: tokens in them.
+        skipped_files: files left out because they are not UTF-8 text.
         unigram_entropy: of these tokens, in nats: the loss of a model that knows frequencies and no context.
         device: what computes, e.g. "CPU, 1 thread a rank, gloo".
         matmul: the chosen matmul path and why, e.g. "highest: 92 GFLOP/s against 61 for medium".
@@ -28,6 +29,7 @@ class StartFacts:
     start_step: int = 0
     documents: int
     data_tokens: int
+    skipped_files: int = 0
     unigram_entropy: float
     device: str
     matmul: str

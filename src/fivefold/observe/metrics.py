@@ -3,11 +3,13 @@
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from fivefold.config.errors import RunFailed
 from fivefold.observe.clock import Place
 
 
@@ -133,10 +135,16 @@ class _LineFile:
         self._file = path.open("a", encoding="utf-8", buffering=1)  # flushed line by line
 
     def write(self, line: str) -> None:
-        self._file.write(line + "\n")
+        try:
+            self._file.write(line + "\n")
+        except OSError as error:
+            raise RunFailed(
+                f"cannot write {self._file.name}: {error.strerror}; make room, then --resume"
+            ) from None
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a line whose writing has failed before
+            self._file.close()
 
 
 def _step_of(line: str) -> float:

@@ -38,6 +38,11 @@ class Observer:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def is_unheard(self) -> bool:
+        """Whether the console's reader has gone away: then the run should stop."""
+        return self._console is not None and self._console.is_unheard
+
     def start(self, facts: StartFacts) -> None:
         """The run is about to begin."""
         if self._console:

@@ -199,9 +199,11 @@ def _lr_course(resolved: Resolved) -> str:
 def _data(facts: StartFacts) -> str:
     config = facts.resolved.config
     wanted = config.run.steps * facts.resolved.batch.global_batch_tokens
+    left_out = f"; files left out, not UTF-8 text: {facts.skipped_files:,}" if facts.skipped_files else ""
     return "\n".join(
         [
-            f"{facts.documents:,} documents, {count_text(facts.data_tokens)} tokens from {config.data.path}",
+            f"{facts.documents:,} document{'s' * (facts.documents != 1)}, {count_text(facts.data_tokens)} tokens "
+            f"from {config.data.path}{left_out}",
             f"unigram entropy {facts.unigram_entropy:.3f} nats: the loss of knowing only frequencies",
             f"{config.run.steps:,} steps read {count_text(wanted)} tokens, "
             f"{wanted / max(facts.data_tokens, 1):.2f} passes over them",

@@ -34,7 +34,7 @@ def explain(ledger: Ledger, line: str) -> str:
             if line == f"traffic.{row.axis}.{row.primitive}.{row.phase}":
                 each = row.bytes_per_rank / max(row.times, 1)
                 return (
-                    f"{row.formula}; {row.times} times a step on the busiest rank, {row.link}\n"
+                    f"{row.formula}; {row.times} times a step on the rank that is through last, {row.link}\n"
                     f"{row.times} × {each:,.0f} B = {row.bytes_per_rank:,.0f} B; on the wire "
                     f"{row.wire_bytes:,.0f} B; {row.seconds:.4g} s, of which {row.exposed_seconds:.4g} s exposed\n"
                     "source: shared/formulas.md §8 (volumes), §1 (α-β costs)"

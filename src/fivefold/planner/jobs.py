@@ -2,14 +2,13 @@
 
 import msgspec
 
-from fivefold.config.errors import ConfigError
 from fivefold.config.tree import Config
 from fivefold.ledger import hardware
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.job import Job, Stack
 from fivefold.spec import schedules
 from fivefold.spec.legal import resolve_config
-from fivefold.spec.mesh import Mesh, resolve
+from fivefold.spec.mesh import resolve
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
 
@@ -57,7 +56,6 @@ def job_of(config: Config) -> Job:
     on = hardware_of(config)
     resolved = resolve_config(config, on.devices)
     parallel, batch = config.parallel, resolved.batch
-    check_schedule(config, resolved.mesh, batch.accumulation)
     return Job(
         model=config.model,
         hardware=on,
@@ -68,8 +66,8 @@ def job_of(config: Config) -> Job:
         zero=parallel.zero,
         sequence_parallel=parallel.sequence_parallel,
         context=parallel.context,
-        schedule=parallel.schedule,
-        chunks=schedules.chunks_of(parallel.schedule, parallel.chunks),
+        schedule=parallel.schedule if resolved.mesh.pp > 1 else "1f1b",
+        chunks=schedules.chunks_of(parallel.schedule, parallel.chunks) if resolved.mesh.pp > 1 else 1,
         recompute=parallel.recompute,
         precision=config.precision.dtype,
         itemsize=ITEMSIZES[config.precision.dtype],
@@ -81,19 +79,3 @@ def job_of(config: Config) -> Job:
         cp=resolved.mesh.cp,
         tp=resolved.mesh.tp,
     )
-
-
-def check_schedule(config: Config, mesh: Mesh, microbatches: int) -> None:
-    """Refuses numbers of micro-batches and stages that the schedule does not have."""
-    name = config.parallel.schedule
-    if mesh.pp > 1 and not schedules.is_legal(name, mesh.pp, microbatches):
-        legal = " or ".join(str(m) for m in schedules.nearest_legal(name, mesh.pp, microbatches))
-        raise ConfigError(
-            f"batch: {microbatches} micro-batches: schedule {name} on pp = {mesh.pp} needs {legal}; "
-            "change batch.global_batch or batch.micro_batch"
-        )
-    stages = mesh.pp * schedules.chunks_of(name, config.parallel.chunks)
-    if stages > config.model.layers:
-        raise ConfigError(
-            f"parallel.pp × chunks = {stages} stages: more than the model's {config.model.layers} layers"
-        )

@@ -16,6 +16,7 @@ from fivefold.ledger.job import Job, Recompute
 from fivefold.ledger.physics import Physics
 from fivefold.planner import stacks
 from fivefold.planner.stacks import says
+from fivefold.spec import schedules
 from fivefold.spec.parameters import total
 
 Row = Mapping[str, str]
@@ -247,7 +248,7 @@ def job_of(row: Row, physics: Physics) -> Job:
         model=model,
         hardware=hardware_of(row, sizes.world),
         micro_batch=micro,
-        microbatches=max(1, round(batch / sizes.dp / micro)),
+        microbatches=_accumulation(sizes, max(1, round(batch / sizes.dp / micro))),
         sequence_length=_need(row, "seq_len"),
         pp=sizes.pp,
         dp_replicate=sizes.dp // shard,
@@ -268,6 +269,13 @@ def job_of(row: Row, physics: Physics) -> Job:
         stack=stacks.stack_of(row),
         physics=physics,
     )
+
+
+def _accumulation(sizes: Sizes, count: int) -> int:
+    """Micro-batches of a replica; where an interleaved schedule has no such number, the nearest it has."""
+    if sizes.pp == 1 or sizes.chunks == 1:
+        return count
+    return min(schedules.nearest_legal("interleaved", sizes.pp, count), key=lambda legal: abs(legal - count))
 
 
 def _micro_batch(row: Row, batch: int, sizes: Sizes) -> int:

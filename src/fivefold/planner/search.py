@@ -203,10 +203,14 @@ def _layouts(
     ends = {rank: held_bytes(point, built, rank) for rank in {0, min(1, plain.pp - 1), plain.pp - 1}}
     light = min(range(plain.pp), key=lambda rank: shares[rank].total)
     jobs = []
+    too_large: set[int] = set()  # zero stages that do not fit on the most shards fit on no fewer
     for zero, replicate, shard in data_layouts(wish, point):
+        if zero in too_large:
+            continue
         job = replace(plain, zero=zero, dp_replicate=replicate, dp_shard=shard)
         missing = _missing(job, cost, shares, ends)
         if missing > 0:
+            too_large.add(zero)
             yield job, 0.0, missing
             continue
         found.feasible += 1

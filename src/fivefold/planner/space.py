@@ -190,7 +190,7 @@ def _allowed(wish: Wish, key: str, values: Iterable[int]) -> list[int]:
 
 
 def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
-    """(zero, dp_replicate, dp_shard) for a point."""
+    """(zero, dp_replicate, dp_shard) for a point, for each zero the most shards first."""
     dp, cp, ep = point.data_parallel, point.shape.cp, point.shape.ep
     found = []
     if wish.allows("zero", 0) and (ep == 1 or cp % ep == 0) and wish.fixed.get("dp_shard", 1) in (1, -1, dp):
@@ -200,7 +200,7 @@ def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
             continue
         if zero == 3 and point.pp > 1 and point.schedule in schedules.SPLITS_BACKWARD:
             continue  # torch runs a split backward only on gathered parameters: zero 3 would be zero 2
-        for shard in divisors(dp):
+        for shard in reversed(divisors(dp)):
             legal = shard * cp > 1 and shard * cp % ep == 0
             if legal and wish.allows("dp_shard", shard) and wish.allows("dp_replicate", dp // shard):
                 found.append((zero, dp // shard, shard))

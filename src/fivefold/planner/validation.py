@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from fivefold.config.errors import BadInput
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.total import Ledger, estimate
 from fivefold.planner.runs import Missing, Row, job_of, number, read_rows
@@ -63,7 +62,7 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
         except Missing as column:
             yield from (_skip(row, name, value, f"no {column}") for name, value in quantities.items())
             continue
-        except (BadInput, ArithmeticError) as error:  # sizes that contradict each other
+        except (ValueError, ArithmeticError) as error:  # sizes that contradict each other
             yield from (_skip(row, name, value, str(error)) for name, value in quantities.items())
             continue
         for name, value in quantities.items():

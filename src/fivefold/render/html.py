@@ -47,7 +47,7 @@ def page(
     if gantt:
         parts.append("<h2>Pipeline</h2>" + _gantt(gantt))
     parts.append("<h2>One step</h2>" + _time(found))
-    parts.append("<h2>Traffic of the busiest rank, by axis and link</h2>" + _traffic(found))
+    parts.append("<h2>Traffic of the rank that is through last, by axis and link</h2>" + _traffic(found))
     if len(front) > 1:
         parts.append("<h2>Step time against memory</h2>" + _front(front))
     if ranking:

@@ -125,12 +125,18 @@ class Checkpointer:
         self._settle()
         return self._broadcast(next(reversed(shelf.complete(self._directory)), None))
 
-    def load(self, path: Path, state: dict[str, Tensor]) -> dict[str, Any]:
+    def load(
+        self,
+        path: Path,
+        state: dict[str, Tensor],
+        accept: Callable[[dict[str, Any]], None] = lambda counters: None,
+    ) -> dict[str, Any]:
         """Fills the tensors of `state` in place from the checkpoint `path`; returns the counters saved there.
 
         Any layout may load what any layout saved. First every file's checksum is verified (each rank takes a
         part), then names, shapes and dtypes are compared: anything damaged, missing, unasked for or different
-        raises CheckpointError on every rank, and no tensor has been touched.
+        raises CheckpointError on every rank, and no tensor has been touched. Neither has one when `accept`, which
+        sees the counters first, raises.
         """
         self._settle()
         problems: list[str] = []
@@ -140,8 +146,11 @@ class Checkpointer:
             problems = stored.damage(stored.share(self._rank, self._world_size))
         except CheckpointError as error:
             problems = [str(error)]
+        if problems:
+            problems[-1] += f"; move {path} away to go on from the checkpoint before it"
         self._agree(problems, stored.fingerprint if stored else "")
         assert stored is not None  # else some rank, this one, had a problem
+        accept(stored.counters)
         self._agree(stored.differences(state, self._unasked(stored, state)))
         try:
             with self._quietly():

@@ -15,7 +15,7 @@ from fivefold.data.tokenizer import load_tokenizer
 from fivefold.nn.hub.weights import open_weights, write_weights
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.checkpoint import Checkpointer, load_tensors
-from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, find_checkpoint, write_config
+from fivefold.trainer.directory import CHECKPOINTS, CONFIG, TOKENIZER, find_checkpoint
 
 _SEQUENCE = 2048
 """Tokens of a sequence where a published model does not say what it is used with, at most."""
@@ -83,7 +83,7 @@ def _to_run(source: Path, target: Path) -> str:
         data=Data(tokenizer=str(tokenizer) if tokenizer.is_file() else ""),
         run=Run(name=source.resolve().name.lstrip(".")),
     )
-    write_config(target, config)
+    (target / CONFIG).write_text(dump(config), encoding="utf-8")
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, target / TOKENIZER)
     master = {spec: weights.read(spec) for spec in parameters(model)}

@@ -1,7 +1,9 @@
 """The run directory: chosen so that no earlier run is touched, and what every run puts there."""
 
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -33,10 +35,7 @@ def choose_directory(run: Run, resume: bool) -> Path:
     path = _given(run) or next(path for path in _numbered(RUNS / run.name) if not _holds_run(path))
     _check_place(path)
     if _holds_run(path):
-        raise BadInput(
-            f"run.dir = {path}: holds a run already; go on with it by `fivefold train {path} --resume`, "
-            "or give another run.dir"
-        )
+        raise _taken(path)
     return path
 
 
@@ -66,19 +65,39 @@ def find_checkpoint(run: Path) -> tuple[Path, Path]:
     return run, found[-1]
 
 
-def write_config(directory: Path, config: Config) -> None:
-    """RUN/config.toml, whole or not at all.
+def write_run(directory: Path, config: Config, tokenizer: Path, *, resume: bool) -> None:
+    """RUN/config.toml, whole or not at all, and RUN/tokenizer.json.
+
+    Of several new runs that chose the same directory at once, one gets it.
 
     Raises:
-        BadInput: it cannot be written there.
+        BadInput: it cannot be written there, or another run was faster.
     """
-    new = directory / f".{CONFIG}.new"
+    new_config, new_tokenizer = (directory / f".{name}.new-{os.getpid()}" for name in (CONFIG, TOKENIZER))
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        new.write_text(dump(config), encoding="utf-8")
-        os.replace(new, directory / CONFIG)
+        new_config.write_text(dump(config), encoding="utf-8")
+        shutil.copyfile(tokenizer, new_tokenizer)
+        if resume:
+            os.replace(new_config, directory / CONFIG)
+        else:
+            os.link(new_config, directory / CONFIG)  # unlike a rename, refused where there is one
+        os.replace(new_tokenizer, directory / TOKENIZER)
+    except FileExistsError:
+        raise _taken(directory) from None
     except OSError as error:
         raise BadInput(f"run.dir = {directory}: cannot write {CONFIG} there: {error.strerror}") from error
+    finally:
+        for leftover in (new_config, new_tokenizer):
+            with suppress(OSError):
+                leftover.unlink()
+
+
+def _taken(path: Path) -> BadInput:
+    return BadInput(
+        f"run.dir = {path}: holds a run already; go on with it by `fivefold train {path} --resume`, "
+        "or give another run.dir"
+    )
 
 
 def _given(run: Run) -> Path | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
-from fivefold.config.errors import BadInput
+from fivefold.config.errors import BadInput, RunFailed
 from fivefold.trainer.place import RUN_ID, Place, threads_of_rank, usable_cores
 from fivefold.trainer.stop import ECHO_SECONDS
 
@@ -205,7 +205,7 @@ def _share_cores(place: Place) -> None:
 def _record(place: Place, error: BaseException) -> None:
     """The error file that torch's elastic agent reads; see its ErrorHandler for the format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    message = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, BadInput | RunFailed) else f"{type(error).__name__}: {error}"
     if path is None:
         if not _is_consequence(message):
             _say(f"rank {place.rank}: {' '.join(message.split())}")
@@ -226,9 +226,10 @@ def _report(failures: "Mapping[int, ProcessFailure]", failure_file: Path | None)
     if message:
         where = ""
         if failure_file is not None:
-            failure_file.parent.mkdir(parents=True, exist_ok=True)
-            failure_file.write_text(failure.error_file_data["message"]["extraInfo"]["py_callstack"])
-            where = f" (traceback: {failure_file})"
+            with suppress(OSError):  # perhaps a full disk is what the rank failed of
+                failure_file.parent.mkdir(parents=True, exist_ok=True)
+                failure_file.write_text(failure.error_file_data["message"]["extraInfo"]["py_callstack"])
+                where = f" (traceback: {failure_file})"
         _say(f"rank {rank} failed: {message}{where}")
     elif failure.exitcode < 0:
         number = signal.Signals(-failure.exitcode)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from fivefold.config.errors import RunFailed
 from fivefold.config.load import dump
 from fivefold.data.samples import Samples
 from fivefold.ledger.flops import forward_per_token
@@ -24,6 +25,7 @@ from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
 from fivefold.trainer.checkpoint import Checkpointer
 from fivefold.trainer.evaluate import evaluate
+from fivefold.trainer.identity import identity, refuse_change
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer
 from fivefold.trainer.session import Session
@@ -32,7 +34,7 @@ from fivefold.trainer.state import Counters, tensors
 from fivefold.trainer.step import Stepper, StepResult
 
 
-class RunError(RuntimeError):
+class RunError(RunFailed):
     """The run cannot go on; every rank raises it in the same step."""
 
 
@@ -81,19 +83,26 @@ class Loop:
         return self.checkpoints.latest()
 
     def restore(self) -> None:
-        """Goes back to the newest complete checkpoint, if there is one. Collective."""
+        """Goes back to the newest complete checkpoint, if there is one. Collective.
+
+        Raises:
+            BadInput: this run's config gives what is kept there another meaning.
+            CheckpointError: the checkpoint is damaged, or holds other tensors.
+        """
         path = self.checkpoints.latest()
         if path is None:
             return
-        stored = self.checkpoints.load(path, tensors(self.model, self.stepper.optimizer))
-        identity, scale = stored.pop("data"), stored.pop("loss_scale")
-        if identity != self._data_identity():
-            raise RunError(
-                f"{path} was trained on other data: {identity}, this run reads {self._data_identity()}"
-            )
+        stored = self.checkpoints.load(
+            path,
+            tensors(self.model, self.stepper.optimizer),
+            lambda counters: refuse_change(counters["identity"], self._identity(), path),
+        )
+        del stored["identity"]
+        scale = stored.pop("loss_scale")
         self.counters = Counters(**stored)
         self.stepper.optimizer.set_updates(self.counters.updates)
-        self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
+        if scale and self._has_loss_scale:  # what other types store or need says nothing about fp16's
+            self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
         self.saved_step = self.counters.step
 
     def start_from(self, weights: HubWeights) -> None:
@@ -128,7 +137,8 @@ class Loop:
         with clock.measure("data"):
             share = training_share(self.samples, plan, counters.samples, self.data_rank, self.session.device)
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
-        flags = (float(self.stop_requested()), float(self.checkpoints.poll()))
+        stop_asked = self.stop_requested() or self.observer.is_unheard
+        flags = (float(stop_asked), float(self.checkpoints.poll()))
         take_step = self.stepper.step if self.profiled else self._profiled_step
         loss_scale = self.stepper.loss_scale.value
         result = take_step(share, learning_rate, flags)
@@ -184,7 +194,7 @@ class Loop:
                 seconds=seconds,
                 memory_bytes=machine.memory_bytes(self.session.device),
                 mfu=flops / sum(seconds.values()) / peak if peak else None,
-                loss_scale=loss_scale if config.precision.dtype == "fp16" else None,
+                loss_scale=loss_scale if self._has_loss_scale else None,
                 skipped=result.skipped is not None,
                 traffic=traffic,
             )
@@ -213,8 +223,8 @@ class Loop:
         state = tensors(self.model, self.stepper.optimizer)
         scale = self.stepper.loss_scale
         counters = self.counters.to_dict() | {
-            "data": self._data_identity(),
-            "loss_scale": [scale.value, scale.good_steps],
+            "identity": self._identity(),
+            "loss_scale": [scale.value, scale.good_steps] if self._has_loss_scale else None,
         }
         text = dump(self.resolved.config)
         with self.session.recorder.paused(), self.stepper.clock.measure("checkpoint"):
@@ -230,13 +240,12 @@ class Loop:
             self.saved_step = None
             self.observer.note(f"step {self.counters.step}: checkpoint failed, training goes on: {error}")
 
-    def _data_identity(self) -> dict[str, object]:
-        """What the sample counter counts: with any other value it would mean other samples."""
-        return {
-            "digest": self.samples.digest(),
-            "sequence_length": self.resolved.batch.sequence_length,
-            "seed": self.resolved.config.run.seed,
-        }
+    @property
+    def _has_loss_scale(self) -> bool:
+        return self.resolved.config.precision.dtype == "fp16"
+
+    def _identity(self) -> dict[str, object]:
+        return identity(self.resolved.config, self.samples.digest())
 
     def sample(self, prompt: list[int], count: int) -> list[int]:
         """Tokens the model continues `prompt` with. Collective: every rank draws the same."""

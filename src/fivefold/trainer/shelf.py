@@ -23,6 +23,8 @@ import time
 import uuid
 from pathlib import Path
 
+from fivefold.config.errors import RunFailed
+
 SUMS = "SHA256SUMS"  # in every checkpoint
 WITNESS = ".seen-by-all-"  # + ID: a file by which ranks find out whether they see the same directory
 LOCK_SECONDS = 5.0  # how long a new run waits for the one before it, just killed, to let go of the directory
@@ -30,7 +32,7 @@ LOCK_SECONDS = 5.0  # how long a new run waits for the one before it, just kille
 logger = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunFailed):
     """A checkpoint could not be written, or is not what was asked for. One line, the same on every rank."""
 
 

@@ -17,7 +17,8 @@ ECHO_SECONDS = 2.0
 
 
 class StopSignal:
-    """Notes SIGTERM, SIGINT and SIGUSR1 instead of dying of them; a context manager for the main thread.
+    """From `listen` on, notes SIGTERM, SIGINT and SIGUSR1 instead of dying of them; a context manager for the main
+    thread.
 
     The run asks once per step (`if stop:`) and lets the ranks agree. A SIGINT later than two seconds
     after the first signal ends the process at once, unsaved, with exit code 130.
@@ -34,8 +35,12 @@ class StopSignal:
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("StopSignal: Python delivers signals to the main thread only; enter it there")
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
+
+    def listen(self) -> None:
+        """To be called when there is something to save: work that may be cut short anywhere, such as tokenizing
+        for an hour, should rather end at once."""
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,6 +1,5 @@
 """What one rank does from start to end: settle the choices, prepare data, train, finish."""
 
-import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from fivefold.observe.progress import PreparationProgress
 from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
 from fivefold.trainer.checkpoint import Checkpointer
-from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, choose_directory, write_config
+from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, choose_directory, write_run
 from fivefold.trainer.loop import Loop
 from fivefold.trainer.place import Place
 from fivefold.trainer.session import open_session
@@ -38,9 +37,13 @@ class _Settled:
     tokens: Path
     machine_reason: str
 
+    def write(self, resume: bool) -> None:
+        """Into the run directory. On rank 0."""
+        write_run(self.directory, self.config, self.tokens / TOKENIZER, resume=resume)
 
-def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
-    """One rank's whole run. Every rank calls it alike.
+
+def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
+    """One rank's whole run. Every rank calls it alike. Returns whether the last step is done, rather than stopped.
 
     Raises:
         BadInput: the data or the run directory cannot be used.
@@ -52,6 +55,9 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
         open_session(place, config.parallel.backend, config.run.timeout_seconds) as session,
     ):
         settled = session.from_main(lambda: _settle(config, resume, session.device))
+        stop.listen()
+        if not resume:
+            session.from_main(lambda: settled.write(resume))
         resolved = replace(resolved, config=settled.config)
         if note := machine.apply(settled.config.machine):
             print(f"rank {session.rank}: {note}", file=sys.stderr)
@@ -61,6 +67,11 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
         loop = Loop(session, resolved, samples, checkpoints, lambda: bool(stop))
         if resume:
             loop.restore()
+            if loop.counters.step >= config.run.steps:
+                _say_done(loop, settled)
+                checkpoints.close()
+                return True
+            session.from_main(lambda: settled.write(resume))  # not before: a refused resume changes nothing
         if loop.saved_step is None and (weights := given_weights(config.model)):
             loop.start_from(weights)
         loop.observer = open_observer(
@@ -71,23 +82,31 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> None:
             start_step=loop.counters.step,
         )
         with loop.observer:
-            _train(loop, settled, store, stop)
+            ended = _train(loop, settled, store, stop)
         checkpoints.close()
+    return ended == "done"
 
 
 def _settle(config: Config, resume: bool, device: torch.device) -> _Settled:
-    """Rank 0's choices, written into the run's config."""
+    """Rank 0's choices, not yet written into the run's config."""
     directory = choose_directory(config.run, resume)
     tokens = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
     measured, reason = machine.measure(config.machine, config.precision.dtype, device)
     run = msgspec.structs.replace(config.run, dir=str(directory))
     config = msgspec.structs.replace(config, run=run, machine=measured)
-    write_config(directory, config)
-    shutil.copyfile(tokens.directory / TOKENIZER, directory / TOKENIZER)
     return _Settled(config, directory, tokens.directory, reason)
 
 
-def _train(loop: Loop, settled: _Settled, store: TokenStore, stop: StopSignal) -> None:
+def _say_done(loop: Loop, settled: _Settled) -> None:
+    if loop.session.is_main:
+        print(
+            f"{settled.directory}: step {loop.counters.step} of run.steps = {settled.config.run.steps} is done; "
+            "train on with a larger one: --set run.steps=N"
+        )
+
+
+def _train(loop: Loop, settled: _Settled, store: TokenStore, stop: StopSignal) -> str:
+    """Returns how it ended."""
     observer, start_tokens, started = loop.observer, loop.counters.tokens, time.monotonic()
     entropy = loop.samples.unigram_entropy() if loop.session.is_main else 0.0
     observer.start(_start_facts(loop, settled, store, entropy))
@@ -113,6 +132,7 @@ def _train(loop: Loop, settled: _Settled, store: TokenStore, stop: StopSignal) -
             next_commands=_next_commands(settled.directory, ended),
         )
     )
+    return ended
 
 
 def _start_facts(loop: Loop, settled: _Settled, store: TokenStore, entropy: float) -> StartFacts:
@@ -129,6 +149,7 @@ def _start_facts(loop: Loop, settled: _Settled, store: TokenStore, entropy: floa
         start_step=loop.counters.step,
         documents=store.manifest.documents,
         data_tokens=store.manifest.tokens,
+        skipped_files=store.manifest.skipped_files,
         unigram_entropy=entropy,
         device=f"{kind}, {session.backend}",
         matmul=settled.machine_reason

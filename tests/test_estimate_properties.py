@@ -1,0 +1,74 @@
+"""Estimates of any layout hold together, and every refusal is one line with a number."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.config.errors import BadInput
+from fivefold.config.load import load, preset_names
+from fivefold.ledger.total import estimate
+from fivefold.planner.document import document
+from fivefold.planner.explain import explain, lines
+from fivefold.planner.jobs import job_of
+
+degree = st.sampled_from([1, 1, 1, 2, 3, 4, 8])
+KEYS: dict[str, Any] = {
+    "parallel.pp": degree,
+    "parallel.cp": degree,
+    "parallel.tp": degree,
+    "parallel.ep": degree,
+    "parallel.zero": st.sampled_from([0, 1, 2, 3]),
+    "parallel.sequence_parallel": st.sampled_from(["true", "false"]),
+    "parallel.schedule": st.sampled_from(
+        ["gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "dualpipev"]
+    ),
+    "parallel.chunks": st.sampled_from([1, 2, 3]),
+    "parallel.recompute": st.sampled_from(["none", "attention", "elementwise", "full"]),
+    "parallel.context": st.sampled_from(["ring", "ulysses"]),
+    "batch.sequence_length": st.sampled_from([128, 512, 1000]),
+    "batch.global_batch": st.sampled_from([8, 24, 48, 96]),
+    "batch.micro_batch": st.sampled_from([1, 2, 3]),
+    "precision.dtype": st.sampled_from(["float64", "float32", "bf16", "fp16"]),
+}
+MODELS = [name for name in preset_names("models") if name not in ("bloom-176b", "gpt3-175b")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(MODELS),
+    nodes=st.sampled_from([1, 2, 3, 4, 8]),
+    kind=st.sampled_from(preset_names("clusters")),
+    keys=st.fixed_dictionaries(KEYS),
+)
+def test_parts_sum_up_or_the_refusal_has_a_number(
+    model: str, nodes: int, kind: str, keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_text(f'[model]\npreset = "{model}"\n[cluster]\npreset = "{nodes}x8 {kind}"\n')
+    replicas = ["parallel.dp_replicate=-1", "parallel.dp_shard=1"] if keys["parallel.zero"] == 0 else []
+    refused = ""
+    try:
+        job = job_of(load(str(path), [f"{key}={value}" for key, value in keys.items()] + replicas))
+    except BadInput as refusal:
+        refused = str(refusal)
+    if refused:
+        assert "\n" not in refused
+        assert any(letter.isdigit() for letter in refused)
+        return
+    ledger = estimate(job)
+    found = document(ledger)
+    assert "NaN" not in json.dumps(found)
+    time = found["time"]
+    assert all(value >= -1e-12 for value in time.values())
+    assert sum(value for name, value in time.items() if name != "step") == pytest.approx(time["step"])
+    assert 0 < found["mfu"] < found["hfu"] + 1e-12 < 1
+    assert found["fits"] == (found["memory"]["peak"] <= found["memory"]["capacity"])
+    assert sum(item["layers"] for item in found["rank_classes"]) == job.model.layers
+    for row in found["traffic"]:
+        assert 0 <= row["exposed_seconds"] <= row["seconds"] * (1 + 1e-9)
+        assert row["wire_bytes"] <= 2 * row["bytes_per_rank"]
+    for line in lines(ledger):
+        assert "source:" in explain(ledger, line)
