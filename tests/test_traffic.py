@@ -13,7 +13,7 @@ from fivefold.spec.parameters import Parameter, parameters
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.evaluate import evaluate
 from ranks import Ranks
-from toy import CPU, global_batch, start_group, stepper_on, toy_config, train_on_ranks
+from toy import CPU, FLAGS, global_batch, start_group, stepper_on, toy_config, train_on_ranks
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bf16": 2}
 
@@ -42,7 +42,7 @@ def closed_form(resolved: Resolved) -> list[Row]:
     groups = [*layers, root]
     compute = ITEMSIZE[config.precision.dtype]
     master = max(compute, 4)
-    rows = [Row("world", "all_reduce", "step", 2, 8 + 16)]  # the token count; the loss and the squared norm
+    rows = [Row("world", "all_reduce", "step", 2, 8 * 5)]  # token count, two flags; loss, squared norm
     if config.parallel.zero == 0:
         size = sum(p.numel for p in listed) * master
         rows.append(Row("dp_replicate", "all_reduce", "gradient", len(groups), size))
@@ -101,7 +101,7 @@ def rows_around_an_evaluation(rank: int, world_size: int, config: Config) -> lis
     found = []
     for _ in range(2):
         recorder.clear()
-        stepper.step(share, 1e-3)
+        stepper.step(share, 1e-3, FLAGS)
         found.append(recorder.rows())
         evaluate(stepper.model, [share], stepper.agreement)
     return found

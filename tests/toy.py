@@ -38,6 +38,10 @@ from fivefold.trainer.step import Stepper
 
 CPU = torch.device("cpu")
 SEQUENCE = 12
+FLAGS = (
+    0.0,
+    0.0,
+)  # a stop asked for, no save under way: what the run's loop sends along with the token count
 # 50 vocabulary rows, 40 columns and 2 KV heads of 6 do not divide by 3 or by 4.
 MODEL = Model(layers=2, hidden=24, heads=4, kv_heads=2, ffn=40, vocab=50, init_std=0.2)
 
@@ -122,7 +126,7 @@ def train_on_ranks(
         share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU)
         lr = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         with nullcontext() if wrapped else DispatchRecorder(recorder):
-            result = stepper.step(share, lr, inspect=keep_gradients)
+            result = stepper.step(share, lr, FLAGS, keep_gradients)
         found["loss"].append(result.loss)
         found["grad_norm"].append(result.grad_norm)
         found["rows"].append(recorder.rows())

@@ -139,6 +139,13 @@ class Recorder:
         """What was counted since the last `clear`, sorted by axis, primitive, phase."""
         return sorted(Row(*key, count, size) for key, (count, size) in self._cells.items())
 
+    def bytes_by_axis(self) -> dict[str, int]:
+        """Bytes per rank since the last `clear`, all primitives and phases of an axis together."""
+        found: dict[str, int] = {}
+        for row in self.rows():
+            found[row.axis] = found.get(row.axis, 0) + row.bytes_per_rank
+        return found
+
     def clear(self) -> None:
         """Forgets the counts (not `last`)."""
         self._cells.clear()

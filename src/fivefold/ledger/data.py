@@ -125,12 +125,13 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
 
 
 def agreements(job: Job) -> list[Row]:
-    """What every rank must know before it acts: the token count; the loss and the squared norm (float64)."""
+    """What every rank must know before it acts, in float64: the token count with two flags (stop, save ended);
+    the loss and the squared norm."""
     if job.world_size == 1:
         return []
     group = job.spread(job.world_size, 1)
-    text = "8 B a number: token count; loss and squared norm"
-    return [row(job, "world", "all_reduce", "step", count=2, size=12.0, group=group, formula=text)]
+    text = "8 B a number: token count, stop, save ended; loss, squared norm"
+    return [row(job, "world", "all_reduce", "step", count=2, size=20.0, group=group, formula=text)]
 
 
 def exposed(job: Job, found: list[Row], forward: float, backward: float) -> list[Row]:

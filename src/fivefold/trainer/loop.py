@@ -140,13 +140,12 @@ class Loop:
         stop_asked = self.stop_requested() or self.observer.is_unheard
         flags = (float(stop_asked), float(self.checkpoints.poll()))
         take_step = self.stepper.step if self.profiled else self._profiled_step
-        loss_scale = self.stepper.loss_scale.value
         result = take_step(share, learning_rate, flags)
         counters.advance(plan.global_batch, plan.global_batch_tokens, result.skipped is not None)
         stop, saved = result.flags
         if saved == self.session.world_size:
             self._finish_save()
-        self._report(result, learning_rate, loss_scale)
+        self._report(result, learning_rate)
         return stop > 0
 
     def _profiled_step(
@@ -167,44 +166,40 @@ class Loop:
         self.observer.memory(found[0])
         return result
 
-    def _report(self, result: StepResult, learning_rate: float, loss_scale: float) -> None:
+    def _report(self, result: StepResult, learning_rate: float) -> None:
         """Tells a step to whoever watches; ends the run after too many skips in a row."""
-        counters, plan = self.counters, self.resolved.batch
-        config = self.resolved.config
-        seconds = self.stepper.clock.lap()
         self.last_loss = result.loss
-        flops = (
-            3
-            * forward_per_token(config.model, plan.sequence_length, "causal").total
-            * plan.global_batch_tokens
-        )
-        peak = config.machine.peak_flops * self.session.world_size
-        traffic: dict[str, int] = {}
-        for row in self.session.recorder.rows():
-            traffic[row.axis] = traffic.get(row.axis, 0) + row.bytes_per_rank
-        self.session.recorder.clear()
-        self.observer.step(
-            StepMetrics(
-                step=counters.step,
-                tokens=counters.tokens,
-                step_tokens=plan.global_batch_tokens,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=learning_rate,
-                seconds=seconds,
-                memory_bytes=machine.memory_bytes(self.session.device),
-                mfu=flops / sum(seconds.values()) / peak if peak else None,
-                loss_scale=loss_scale if self._has_loss_scale else None,
-                skipped=result.skipped is not None,
-                traffic=traffic,
-            )
-        )
+        self.observer.step(self._metrics(result, learning_rate))
         if result.skipped is None:
             return
+        counters, most = self.counters, self.resolved.config.precision.max_skips
         line = f"step {counters.step}: update skipped on all ranks, gradient not finite; {result.skipped}"
         self.observer.note(line)
-        if counters.skips_in_a_row > config.precision.max_skips:
+        if counters.skips_in_a_row > most:
             raise RunError(f"{line}; {counters.skips_in_a_row} skips in a row (precision.max_skips)")
+
+    def _metrics(self, result: StepResult, learning_rate: float) -> StepMetrics:
+        """What the step that just ended did and cost; begins the next step's account."""
+        config, plan, session = self.resolved.config, self.resolved.batch, self.session
+        seconds, traffic = self.stepper.clock.lap(), session.recorder.bytes_by_axis()
+        session.recorder.clear()
+        flops_per_token = 3 * forward_per_token(config.model, plan.sequence_length, "causal").total
+        flops_per_second = flops_per_token * plan.global_batch_tokens / sum(seconds.values())
+        peak = config.machine.peak_flops * session.world_size
+        return StepMetrics(
+            step=self.counters.step,
+            tokens=self.counters.tokens,
+            step_tokens=plan.global_batch_tokens,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=learning_rate,
+            seconds=seconds,
+            memory_bytes=machine.memory_bytes(session.device),
+            mfu=flops_per_second / peak if peak else None,
+            loss_scale=result.loss_scale if self._has_loss_scale else None,
+            skipped=result.skipped is not None,
+            traffic=traffic,
+        )
 
     def _evaluate(self) -> None:
         """The held-out loss, told to whoever watches. Collective."""

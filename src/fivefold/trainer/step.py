@@ -27,6 +27,7 @@ class StepResult:
         loss_tokens: tokens counted.
         grad_norm: norm of the whole gradient before clipping.
         skipped: why nothing was updated (the gradient was not finite), or None.
+        loss_scale: the factor on the loss in this step.
         flags: sums over the ranks of the flags handed in.
     """
 
@@ -34,6 +35,7 @@ class StepResult:
     loss_tokens: int
     grad_norm: float
     skipped: str | None
+    loss_scale: float
     flags: list[float]
 
 
@@ -91,8 +93,10 @@ class Stepper:
             with self.recorder.paused():
                 skipped = first_non_finite(self.model, micro_batches)
         self.optimizer.clear_gradients()
+        loss = loss_sum / max(loss_tokens, 1.0)
+        result = StepResult(loss, int(loss_tokens), grad_norm, skipped, self.loss_scale.value, agreed)
         self.loss_scale.update(skipped is not None)
-        return StepResult(loss_sum / max(loss_tokens, 1.0), int(loss_tokens), grad_norm, skipped, agreed)
+        return result
 
     def _forward_backward(self, batch: MicroBatch, loss_tokens: float) -> float:
         """Adds one micro-batch's gradient; returns its summed loss."""
