@@ -99,6 +99,21 @@ FILES = [
     file("betas above 1", "[optimizer]\nbetas = [0.9, 1.5]", "a.toml:2: optimizer.betas", "< 1.0"),
     file("betas below 0", "[optimizer]\nbetas = [-0.1, 0.9]", "a.toml:2: optimizer.betas", "≥ 0.0"),
     file("a list over lines", "[optimizer]\nbetas = [\n0.9,\n2.0]", "a.toml:2: optimizer.betas", "< 1.0"),
+    file(
+        "no weight",
+        '[[data.sources]]\npath = "x"\nweight = 0',
+        "a.toml:1: data.sources = ",
+        "weight: a number > 0",
+    ),
+    file(
+        "key of a source", '[[data.sources]]\npth = "x"', "a.toml:1: data.sources = ", "list of tables (path:"
+    ),
+    file(
+        "path of a source",
+        '[[data.sources]]\npath = "a\\u0001"',
+        "a.toml:1: data.sources",
+        "control characters",
+    ),
     file("one beta", "[optimizer]\nbetas = [0.9]", "a.toml:2: optimizer.betas = [0.9]", "a list of 2"),
     file("no such word", '[parallel]\nschedule = "2f2b"', "a.toml:2: parallel.schedule", '"1f1b"', '"zbv"'),
     file("no such role", '[optimizer]\nno_decay = ["nrom"]', "a.toml:2: optimizer.no_decay", '"norm"'),
@@ -291,6 +306,7 @@ CONTRADICTIONS = [
     ),
     keys("no layer with experts", "model.experts={count=8, ffn=8, dense_layers=4}", "none of the 4 layers"),
     keys("latent without width", "model.latent.kv_rank=16", "model.latent.value_dim = 0", "width"),
+    keys("a path beside a mixture", 'data.sources=[{path="x"}]', "data.path and data.sources", "give one"),
     keys(
         "warmup given twice",
         ("schedule.warmup_tokens=512", "schedule.warmup_steps=1"),
@@ -303,6 +319,11 @@ TRAIN = [
     train("missing data", "data.path=nowhere", "data.path", "nowhere", '"python:stdlib"'),
     train("data path that cannot be one", "data.path=" + "x" * 5000, "data.path", "no file or directory"),
     train("empty directory", "data.path=empty", "data.path", "empty holds no files", **{"empty/.hidden": ""}),
+    train("bad line", "data.path=a.jsonl", "a.jsonl:1:", "not a line of JSON", **{"a.jsonl": '{"text": '}),
+    train(
+        "no such field", "data.path=a.jsonl", "a.jsonl:1:", "data.text_field", **{"a.jsonl": '{"txt": "x"}'}
+    ),
+    train("ids alone", "data.path=a.uint16.bin", "a.uint16.bin", "data.tokenizer", **{"a.uint16.bin": b"ab"}),
     train("missing tokenizer", "data.tokenizer=t.json", "data.tokenizer", "t.json is not a file"),
     train("run.dir is a file", "run.dir=text", "run.dir = text", "not a directory", "another run.dir"),
     train("run.dir below a file", "run.dir=text/a/b", "run.dir = text/a/b", "text is not a directory"),

@@ -56,6 +56,8 @@ def values(node: inspect.Type) -> st.SearchStrategy[Any]:
         return st.sampled_from(node.values)
     if isinstance(node, inspect.BoolType):
         return st.booleans()
+    if isinstance(node, inspect.StructType):
+        return st.fixed_dictionaries({field.name: values(field.type) for field in node.fields})
     if isinstance(node, inspect.VarTupleType):
         return st.lists(values(node.item_type), max_size=3)
     assert isinstance(node, inspect.TupleType)
@@ -125,9 +127,18 @@ def test_loading_a_file_and_a_dump_of_it_agree(
 @given(pairs=SETTINGS)
 def test_overrides_say_the_same_as_a_file(pairs: list[tuple[tuple[str, ...], Any]]) -> None:
     pairs = [pair for pair in pairs if pair[0] not in MADE_ELSEWHERE]
-    overrides = [f"{'.'.join(path)}={json.dumps(value, ensure_ascii=False)}" for path, value in pairs]
+    overrides = [f"{'.'.join(path)}={toml(value)}" for path, value in pairs]
     expected = msgspec.convert(table([(("run", "name"), "quickstart"), *quickstart(), *pairs]), Config)
     assert load("quickstart", overrides) == expected
+
+
+def toml(value: Any) -> str:
+    """A value in one line of TOML, whose lists may hold tables."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return f"[{', '.join(map(toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def quickstart() -> list[tuple[tuple[str, ...], Any]]:

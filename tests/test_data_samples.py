@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.config.tree import Data
+from fivefold.data.mixture import Mixture
 from fivefold.data.permutation import permute
-from fivefold.data.samples import IGNORED, Batch, Samples
+from fivefold.data.rows import IGNORED, Batch
+from fivefold.data.samples import Samples
 from fivefold.data.shards import ShardWriter, prepare
 from fivefold.data.source import DataError
 from fivefold.data.store import FORMAT, Manifest, TokenStore, token_dtype
@@ -30,6 +32,7 @@ def store_of(directory: Path, tokens: list[int], vocab: int = 100) -> TokenStore
         fingerprint="",
         source="tokens of a test",
         vocab=vocab,
+        answers_only=False,
         dtype=token_dtype(vocab),
         end_of_text=END,
         tokens=len(tokens),
@@ -128,7 +131,7 @@ def test_validation_and_training_part_the_samples(
     assert len(held_out) == samples.validation_count
     assert (len(held_out) > 0) == (fraction > 0 and number > 1)
     if held_out:
-        assert sorted(samples._validation_ids(np.arange(len(held_out)))) == held_out
+        assert sorted(samples.validation_ids(np.arange(len(held_out)))) == held_out
         assert set(counted(number, fraction, seed=9).sample_ids(0, len(training))) == set(training)
     wanted = min(max(1, number * fraction), number - 1)
     assert len(held_out) == pytest.approx(wanted if fraction else 0, rel=0.07, abs=1)
@@ -142,7 +145,7 @@ def test_digest_tells_whether_a_counter_means_the_same_samples(counted: Callable
 
 def test_validation_comes_from_all_over_the_text(counted: Callable[..., Samples]) -> None:
     samples = counted(500, 0.1)
-    first = samples._validation_ids(np.arange(20))
+    first = samples.validation_ids(np.arange(20))
     assert first.max() - first.min() > 300
     assert len(np.unique(first // 25)) > 15
 
@@ -151,14 +154,16 @@ def test_validation_batches_have_full_rows_and_count_each_sample_once(
     counted: Callable[..., Samples],
 ) -> None:
     samples = counted(500, 0.02)  # 10 samples of 2 tokens
-    batches = list(samples.validation_batches(4, limit=100))
+    mixture = Mixture([samples._store], Data(validation_fraction=0.02), 2, seed=0)
+    batches = list(mixture.validation_batches(4, limit=100))
     assert [batch.tokens.shape for batch in batches] == [(4, 2)] * 3
     assert [batch.loss_tokens for batch in batches] == [8, 8, 4]
     held_out = set(range(500)) - set(samples.sample_ids(0, samples.training_count).tolist())
     first_tokens = torch.cat([batch.tokens[:, 0] for batch in batches])[:10].tolist()
     assert sorted(first_tokens) == sorted(1 + 2 * i % 99 for i in held_out)
-    assert len(list(samples.validation_batches(4, limit=2))) == 2
-    assert list(counted(500, 0.0).validation_batches(4, limit=2)) == []
+    assert len(list(mixture.validation_batches(4, limit=2))) == 2
+    nothing = Mixture([samples._store], Data(validation_fraction=0.0), 2, seed=0)
+    assert list(nothing.validation_batches(4, limit=2)) == []
 
 
 def test_rows_labels_and_documents_of_a_hand_made_stream(tmp_path: Path) -> None:
@@ -199,8 +204,9 @@ def test_too_little_text_is_refused_with_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("length", "fraction"), [(7, 0.0), (7, 0.2), (10, 0.01), (3, 0.5)])
 def test_unigram_entropy_equals_a_direct_computation(tmp_path: Path, length: int, fraction: float) -> None:
     stream = np.random.default_rng(0).zipf(1.5, 20_000) % 50
-    samples = Samples(store_of(tmp_path, stream.tolist()), Data(validation_fraction=fraction), length, 0)
-    ids = samples.sample_ids(0, samples.training_count)
+    data = Data(validation_fraction=fraction)
+    samples = Mixture([store_of(tmp_path, stream.tolist())], data, length, 0)
+    ids = np.unique(samples.sample_ids(0, 2 * 20_000 // length))  # each training sample once
     predicted = np.concatenate([stream[i * length + 1 : (i + 1) * length + 1] for i in ids])
     _, counts = np.unique(predicted, return_counts=True)
     expected = -(counts / counts.sum() * np.log(counts / counts.sum())).sum()
@@ -212,7 +218,7 @@ def test_global_random_states_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat, the dog on the log\n" * 20)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     data = Data(path=str(tmp_path / "text"), cache_dir=str(tmp_path / "cache"), validation_fraction=0.2)
-    samples = Samples(prepare(data, 270, lambda *_: None), data, 4, seed=0)
+    samples = Mixture(prepare(data, 270, lambda *_: None), data, 4, seed=0)
     samples.batch(samples.sample_ids(3, 10))
     list(samples.validation_batches(2, 2))
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()

@@ -15,12 +15,13 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from fivefold.config.tree import Data
-from fivefold.data import shards, source, tokenizer
-from fivefold.data.shards import prepare
-from fivefold.data.source import DataError, is_text, spread_sample, text_files, text_pieces
+from fivefold.config.tree import Data, Source
+from fivefold.data import encode, shards, source, tokenizer
+from fivefold.data.documents import File
+from fivefold.data.shards import Progress
+from fivefold.data.source import DataError, is_text, text_files, text_pieces
 from fivefold.data.store import TokenStore, open_store
-from fivefold.data.tokenizer import load_tokenizer, train_tokenizer
+from fivefold.data.tokenizer import load_tokenizer, spread_sample, train_tokenizer
 
 EMAIL = Path(sysconfig.get_path("stdlib"), "email")  # real text: 30 files, 0.4 MB
 DOCUMENTS = [
@@ -35,7 +36,7 @@ from fivefold.config.tree import Data
 from fivefold.data.shards import prepare
 print("started", flush=True)
 data = Data(path=sys.argv[1], cache_dir=sys.argv[2])
-store = prepare(data, 1024, lambda what, done: print(what, flush=True))
+(store,) = prepare(data, 1024, lambda what, done: print(what, flush=True))
 print(store.directory, store.manifest.digest())
 """
 
@@ -43,6 +44,15 @@ print(store.directory, store.manifest.digest())
 def quiet(what: str, done: float) -> None:
     assert what
     assert 0.0 <= done <= 1.0
+
+
+def prepare(data: Data, vocab: int, progress: Progress) -> TokenStore:
+    (store,) = shards.prepare(data, vocab, progress)
+    return store
+
+
+def files_of(*paths: Path) -> list[File]:
+    return [File(path, Source(path=str(path))) for path in paths]
 
 
 def corpus(directory: Path, documents: list[str]) -> Path:
@@ -118,13 +128,14 @@ def test_binary_is_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, con
 
 
 def test_sample_is_spread_over_the_text_and_bounded() -> None:
-    files = text_files(str(EMAIL.parent / "asyncio"))
-    whole = sum(file.stat().st_size for file in files)
+    paths = text_files(str(EMAIL.parent / "asyncio"))
+    files = files_of(*paths)
+    whole = sum(path.stat().st_size for path in paths)
     assert sum(len(text.encode()) for text in spread_sample(files, whole)) == whole
     sample = list(spread_sample(files, whole // 4))
     assert sample == list(spread_sample(files, whole // 4))
     assert whole / 8 < sum(len(text.encode()) for text in sample) < whole / 3
-    texts = [file.read_text() for file in files]
+    texts = [path.read_text() for path in paths]
     found = [sum(piece in text for piece in sample) for text in texts]
     assert sum(found) >= len(sample)  # each block is real text, from its line start
     assert sum(count > 0 for count in found) > len(files) / 3
@@ -134,7 +145,7 @@ def test_sample_is_spread_over_the_text_and_bounded() -> None:
 
 
 def test_trained_vocabulary_is_exact_and_always_the_same() -> None:
-    files = text_files(str(EMAIL))
+    files = files_of(*text_files(str(EMAIL)))
     first, second = train_tokenizer(files, 700), train_tokenizer(files, 700)
     assert first.size == 700
     assert first.end_of_text == 0
@@ -144,18 +155,18 @@ def test_trained_vocabulary_is_exact_and_always_the_same() -> None:
 def test_too_small_a_text_names_what_it_could_make(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("hello hello world")
     with pytest.raises(DataError, match=r"model.vocab is 500, .* 17 bytes .* only (\d+) entries") as caught:
-        train_tokenizer([tmp_path / "a"], 500)
+        train_tokenizer(files_of(tmp_path / "a"), 500)
     possible = int(str(caught.value).split(" entries")[0].split()[-1])
-    assert train_tokenizer([tmp_path / "a"], possible).size == possible
+    assert train_tokenizer(files_of(tmp_path / "a"), possible).size == possible
     with pytest.raises(DataError, match="at least 257"):
-        train_tokenizer([tmp_path / "a"], 256)
+        train_tokenizer(files_of(tmp_path / "a"), 256)
 
 
 def test_sample_grows_where_it_makes_too_few_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("aaaa aaaa\n" * 10_000 + EMAIL.joinpath("message.py").read_text())
     monkeypatch.setattr(tokenizer, "SAMPLE_BYTES", 4096)
     monkeypatch.setattr(tokenizer, "SAMPLE_BYTES_PER_ENTRY", 1)
-    assert train_tokenizer([tmp_path / "a"], 400).size == 400
+    assert train_tokenizer(files_of(tmp_path / "a"), 400).size == 400
 
 
 def foreign(file: Path, end: str, words: int = 0) -> Path:
@@ -198,7 +209,7 @@ def test_an_unfit_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_round_trip_of_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "PIECE_BYTES", 64)  # documents in several pieces,
-    monkeypatch.setattr(shards, "ENCODE_CHARACTERS", 100)  # batches that end inside documents,
+    monkeypatch.setattr(encode, "ENCODE_CHARACTERS", 100)  # batches that end inside documents,
     monkeypatch.setattr(shards, "BLOCK_BYTES", 32)  # and rows that cross blocks and shards
     monkeypatch.setattr(shards, "SHARD_BLOCKS", 3)
     text = corpus(tmp_path / "text", [*DOCUMENTS, ""])
@@ -338,7 +349,7 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     data = Data(path=str(corpus(tmp_path / "text", DOCUMENTS)), cache_dir=str(tmp_path / "cache"))
     manifest = prepare(data, 270, quiet).directory / "manifest.json"
     manifest.write_text(json.dumps({"format": 99}))
-    with pytest.raises(DataError, match="written in format 99, this Fivefold reads 1"):
+    with pytest.raises(DataError, match="written in format 99, this Fivefold reads 2"):
         open_store(manifest.parent)
 
 

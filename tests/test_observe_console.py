@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 
 from fivefold.config.tree import Batch, Config, Experts, Log, Model, Optimizer, Parallel, Run, Schedule
 from fivefold.observe.console import RunConsole
-from fivefold.observe.facts import EndFacts, StartFacts
+from fivefold.observe.facts import EndFacts, SourceFacts, StartFacts
 from fivefold.observe.grid import layout_picture
 from fivefold.observe.live import LiveLine, RunProgress, plain_line
 from fivefold.observe.memory import MemoryByCategory
@@ -55,9 +55,7 @@ def start_facts(config: Config, **changes: Any) -> StartFacts:
     values: dict[str, Any] = {
         "resolved": resolve_config(config),
         "directory": Path("runs/quickstart"),
-        "documents": 1823,
-        "skipped_files": 2,
-        "data_tokens": 8_412_331,
+        "sources": [SourceFacts("python:stdlib", 1.0, 1823, 8_412_331, 2, 0.06)],
         "unigram_entropy": 6.218,
         "device": "CPU, 1 thread a rank, gloo",
         "matmul": "highest: 92 GFLOP/s against 61 GFLOP/s for medium",

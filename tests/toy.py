@@ -20,7 +20,7 @@ from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
 from fivefold.config.tree import Batch, Config, Model, Optimizer, Parallel, Precision, Run, Schedule
-from fivefold.data.samples import Batch as Rows
+from fivefold.data.rows import Batch as Rows
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
 from fivefold.observe.clock import StepClock

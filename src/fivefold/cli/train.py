@@ -56,12 +56,12 @@ def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
 
 def _check_inputs(config: Config, resume: bool) -> str:
     """Refuses what can be seen to be wrong before a process is started; returns the run directory."""
-    from fivefold.data.source import check_paths
+    from fivefold.data.check import check_data
     from fivefold.data.tokenizer import load_tokenizer
     from fivefold.observe.sinks import check_sinks
     from fivefold.trainer.directory import choose_directory
 
-    check_paths(config.data)
+    check_data(config.data)
     if config.data.tokenizer:
         load_tokenizer(Path(config.data.tokenizer).expanduser(), config.model.vocab)
     check_sinks(config.log.sinks)

@@ -112,6 +112,9 @@ def _type_text(node: inspect.Type) -> str:
         return "text, not empty" if node.min_length else "text"
     if isinstance(node, inspect.TupleType):
         return f"a list of {len(node.item_types)} ({', '.join(map(_type_text, node.item_types))})"
+    if isinstance(node, inspect.VarTupleType) and isinstance(node.item_type, inspect.StructType):
+        keys = (f"{field.name}: {_type_text(field.type)}" for field in node.item_type.fields)
+        return f"a list of tables ({'; '.join(keys)})"
     if isinstance(node, inspect.VarTupleType):
         return f"a list, each {_type_text(node.item_type)}"
     return type(node).__name__

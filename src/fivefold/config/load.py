@@ -254,8 +254,9 @@ def _first_key(section: KeyPath) -> str:
 
 def _flaw(value: Any) -> str:
     """What no value of any key may be; "" where it is none of that."""
-    if isinstance(value, list):
-        return next(filter(None, map(_flaw, value)), "")
+    if isinstance(value, list | dict):
+        inner = value if isinstance(value, list) else [*value, *value.values()]
+        return next(filter(None, map(_flaw, inner)), "")
     if isinstance(value, float) and not isfinite(value):
         return "expected a finite number"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
@@ -270,7 +271,7 @@ def _convert(table: Table, sources: Sequence[_Source]) -> Config:
         return msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
         problem, _, at = str(error).partition(" - at `$.")
-        path = tuple(re.sub(r"\[.*\]", "", at.rstrip("`")).split("."))
+        path = tuple(at.rstrip("`").partition("[")[0].split("."))  # the key of a list, not a place in it
     value: Any = table
     for name in path:
         value = value[name]

@@ -269,6 +269,15 @@ class Schedule(Section, frozen=True):
     ] = 0.1
 
 
+class Source(Section, frozen=True):
+    """One of several sources of data."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    weight: Annotated[float, Meta(gt=0.0)] = 1.0
+    text_field: Annotated[str, Meta(min_length=1)] = "text"
+    answers_only: bool = False
+
+
 class Data(Section, frozen=True):
     """Where text comes from. Tokenized once into memory-mapped shards that later runs re-use."""
 
@@ -276,9 +285,27 @@ class Data(Section, frozen=True):
         str,
         Meta(
             min_length=1,
-            description='A text file, a directory of them, or "python:stdlib" (this Python\'s own source).',
+            description="A file or a directory of text, .jsonl, .parquet, or token ids (.npy, .uint16.bin, "
+            '.uint32.bin), told apart by suffix; or "python:stdlib" (this Python\'s own source).',
         ),
     ] = "python:stdlib"
+    text_field: Annotated[
+        str, Meta(min_length=1, description="Field (column) that holds a document in .jsonl and .parquet.")
+    ] = "text"
+    answers_only: Annotated[
+        bool,
+        Meta(
+            description="Conversations in .jsonl or .parquet (prompt and response, or messages): loss on the "
+            "answers only; none is cut by the end of a sample unless it is longer than one."
+        ),
+    ] = False
+    sources: Annotated[
+        tuple[Source, ...],
+        Meta(
+            description="A mixture instead of one path: each source by its weight, its share of the samples "
+            "in proportion to the sum of weights."
+        ),
+    ] = ()
     tokenizer: Annotated[
         str,
         Meta(

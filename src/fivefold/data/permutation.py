@@ -20,7 +20,7 @@ def permute(places: NDArray[np.int64], size: int, seed: int, epoch: int) -> NDAr
     assert size >= 1
     assert places.size == 0 or (places.min() >= 0 and places.max() < size)
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)
+    keys = round_keys(seed, epoch)
     result = np.empty(places.size, dtype=np.int64)
     pending = np.arange(places.size)  # where in `result` the values not yet inside belong
     values = places.ravel().astype(np.uint64)
@@ -47,7 +47,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _round_keys(seed: int, epoch: int) -> list[int]:
+def round_keys(seed: int, epoch: int) -> list[int]:
     """SplitMix64 started from (seed, epoch); both are mixed one after the other, so (1, 0) ≠ (0, 1)."""
     keys = []
     state = 0

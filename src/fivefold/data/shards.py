@@ -1,4 +1,4 @@
-"""Tokenize the text once into shards that every later run, rank and layout re-uses."""
+"""Tokenize each source once into shards that every later run, rank and layout re-uses."""
 
 import fcntl
 import hashlib
@@ -7,15 +7,20 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.config.tree import Data
-from fivefold.data.source import DataError, is_text, text_files, text_pieces
+from fivefold.config.tree import Data, Source
+from fivefold.data.check import check_data
+from fivefold.data.documents import File, source_files
+from fivefold.data.encode import Encoder
+from fivefold.data.source import DataError, is_text, sources
 from fivefold.data.store import (
     FORMAT,
     MANIFEST,
@@ -30,69 +35,69 @@ from fivefold.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 BLOCK_BYTES = 1 << 20  # what one checksum covers
 SHARD_BLOCKS = 256  # a shard is at most 256 MiB
-ENCODE_CHARACTERS = 4 << 20  # tokenized at a time: enough for all cores, little beside the model's memory
 LOCK = "lock"
 
 Progress = Callable[[str, float], None]  # (what is being done, how much of it is done: 0 … 1)
 
 
-def prepare(data: Data, vocab: int, progress: Progress) -> TokenStore:
-    """The tokens of `data.path` with `vocab` ids: from the cache, or tokenized now.
+def prepare(data: Data, vocab: int, progress: Progress) -> tuple[TokenStore, ...]:
+    """The tokens of each source of `data` with `vocab` ids: from the cache, or tokenized now.
 
-    The store is `data.cache_dir`/FINGERPRINT. Call it on one rank, give `store.directory` to the others for
-    `open_store`; processes that call it at once are safe too: one works, the others wait. A preparation that
-    was cut short, however, leaves no manifest and is done again. Nothing in it is random.
+    A store is `data.cache_dir`/FINGERPRINT, so a source that joins or leaves a mixture changes none of the
+    others (unless the tokenizer is trained on them all). Call it on one rank, give each `store.directory` to
+    the others for `open_store`; processes that call it at once are safe too: one works, the others wait. A
+    preparation that was cut short, however, leaves no manifest and is done again. Nothing in it is random.
 
-    Raises DataError if there is no text, if tokenizer and `vocab` do not fit, if the cache cannot be written,
-    or if a finished store is damaged.
+    Raises DataError if there is no text, if it cannot be read as it says it is, if tokenizer and `vocab` do
+    not fit, if the cache cannot be written, or if a finished store is damaged.
     """
-    try:
-        files = _source_files(data)
-        identity = fingerprint(data, files, vocab)
-        directory = Path(data.cache_dir).expanduser() / identity
-        if not (directory / MANIFEST).exists():  # asked before locking: a finished cache may be read-only
-            directory.mkdir(parents=True, exist_ok=True)
-            with _locked(directory / LOCK, progress):
-                if not (directory / MANIFEST).exists():
-                    _build(directory, identity, data, files, vocab, progress)
-    except (OSError, UnicodeDecodeError) as error:  # no space, no permission, a file that vanished or changed
-        raise DataError(
-            f"cannot tokenize {data.path} into data.cache_dir {data.cache_dir}: {error}"
-        ) from error
-    return open_store(directory)
+    check_data(data)
+    stores: list[TokenStore] = []
+    for source in sources(data):
+        try:
+            files, identity = _identify(data, source, vocab)
+            directory = Path(data.cache_dir).expanduser() / identity
+            if not (directory / MANIFEST).exists():  # asked before locking: a finished cache may be read-only
+                directory.mkdir(parents=True, exist_ok=True)
+                with _locked(directory / LOCK, progress):
+                    if not (directory / MANIFEST).exists():
+                        ready = stores[0].directory / TOKENIZER if stores else None
+                        build = _Build(directory, identity, data, source, vocab, progress)
+                        build.run(files, ready)
+        except (OSError, UnicodeDecodeError) as error:  # no space, no permission, a file vanished or changed
+            raise DataError(
+                f"cannot tokenize {source.path} into data.cache_dir {data.cache_dir}: {error}"
+            ) from error
+        stores.append(open_store(directory))
+    return tuple(stores)
 
 
-def fingerprint(data: Data, files: list[Path], vocab: int) -> str:
-    """What the tokens depend on, in 20 hex digits: the files, the tokenizer, `vocab`, the format.
+def _identify(data: Data, source: Source, vocab: int) -> tuple[list[File], str]:
+    """The files of a source, and what its tokens depend on in 20 hex digits: the files and how they are read,
+    the tokenizer, `vocab`, the format.
 
     Files enter by path, size and modification time, not by content: every start of a run asks, and must not
     read a terabyte to learn that nothing changed. The price is that touched files are tokenized again; equal
     text still gives equal tokens, which `Manifest.digest` shows.
     """
-    stats = [file.stat() for file in files]
-    text = [
-        [str(file.absolute()), stat.st_size, stat.st_mtime_ns]
-        for file, stat in zip(files, stats, strict=True)
-    ]
-    # A trained tokenizer is a function of the text and of the library that trains it.
-    tokenizer = f"trained by tokenizers {version('tokenizers')}"
+    files = source_files(data, source)
     if data.tokenizer:
         try:
             tokenizer = hashlib.sha256(Path(data.tokenizer).expanduser().read_bytes()).hexdigest()
         except OSError as error:
             raise DataError(f"data.tokenizer: cannot read {data.tokenizer}: {error.strerror}") from error
-    return hashlib.sha256(json.dumps([FORMAT, vocab, tokenizer, text]).encode()).hexdigest()[:20]
+    else:  # a trained tokenizer is a function of all sources and of the library that trains it
+        read = [
+            (each.text_field, each.answers_only, _stats(source_files(data, each))) for each in sources(data)
+        ]
+        tokenizer = json.dumps([version("tokenizers"), read])
+    content = [FORMAT, vocab, tokenizer, source.text_field, source.answers_only, _stats(files)]
+    return files, hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
 
 
-def _source_files(data: Data) -> list[Path]:
-    """The files of text, without those that preparing writes itself."""
-    cache = Path(data.cache_dir).expanduser().absolute()
-    files = [file for file in text_files(data.path) if cache not in file.absolute().parents]
-    if not files:
-        raise DataError(
-            f"data.path: {data.path} holds only data.cache_dir ({cache}); give a directory of text"
-        )
-    return files
+def _stats(files: list[File]) -> list[tuple[str, int, int]]:
+    stats = [(str(file.path.absolute()), file.path.stat()) for file in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 @contextmanager
@@ -107,57 +112,79 @@ def _locked(file: Path, progress: Progress) -> Iterator[None]:
         yield
 
 
-def _build(
-    directory: Path, identity: str, data: Data, listed: list[Path], vocab: int, progress: Progress
-) -> None:
-    for leftover in directory.iterdir():  # of a preparation that was cut short
-        if leftover.name != LOCK:
-            leftover.unlink()
-    files = _readable(listed, data, progress)
-    progress("loading the tokenizer" if data.tokenizer else "training a tokenizer", 0.0)
-    if data.tokenizer:
-        tokenizer = load_tokenizer(Path(data.tokenizer).expanduser(), vocab)
-    else:
-        tokenizer = train_tokenizer(files, vocab)
-    tokenizer.save(directory / TOKENIZER)
-    counts = np.zeros(vocab, dtype=np.int64)
-    writer = ShardWriter(directory, vocab)
-    for tokens in _encode(files, tokenizer, progress):
-        counts += np.bincount(tokens, minlength=vocab)
-        writer.write(tokens)
-    writer.finish()
-    if fingerprint(data, _source_files(data), vocab) != identity:
-        raise DataError(f"data.path: files of {data.path} changed while they were tokenized; start again")
-    manifest = Manifest(
-        format=FORMAT,
-        fingerprint=identity,
-        source=data.path,
-        vocab=vocab,
-        dtype=token_dtype(vocab),
-        end_of_text=tokenizer.end_of_text,
-        tokens=int(counts.sum()),
-        documents=int(counts[tokenizer.end_of_text]),
-        text_bytes=sum(file.stat().st_size for file in files),
-        skipped_files=len(listed) - len(files),
-        block_bytes=writer.block_bytes,
-        shard_tokens=writer.shard_tokens,
-        shards=writer.shards,
-        tokenizer_checksum=zlib.crc32((directory / TOKENIZER).read_bytes()),
-        counts=counts.tolist(),
-    )
-    _write_manifest(directory, manifest)
+@dataclass(frozen=True)
+class _Build:
+    """The making of one store."""
 
+    directory: Path
+    identity: str
+    data: Data
+    source: Source
+    vocab: int
+    progress: Progress
 
-def _readable(listed: list[Path], data: Data, progress: Progress) -> list[Path]:
-    """Those of the `listed` files that are UTF-8 text throughout, which only reading them can tell."""
-    files = []
-    for number, file in enumerate(listed):
-        progress("reading text", number / len(listed))
-        if is_text(file):
-            files.append(file)
-    if not any(file.stat().st_size for file in files):
-        raise DataError(f"data.path: no text in the {len(listed)} files of {data.path}; give UTF-8 text")
-    return files
+    def run(self, listed: list[File], ready: Path | None) -> None:
+        """Writes the store of the `listed` files; `ready` is the tokenizer another source has trained."""
+        for leftover in self.directory.iterdir():  # of a preparation that was cut short
+            if leftover.name != LOCK:
+                leftover.unlink()
+        files = self._readable(listed)
+        tokenizer = self._tokenizer(files, ready)
+        tokenizer.save(self.directory / TOKENIZER)
+        encoder = Encoder(tokenizer, self.vocab, self.source.answers_only)
+        writer = ShardWriter(self.directory, self.vocab * (2 if self.source.answers_only else 1))
+        done = [0, *accumulate(file.path.stat().st_size for file in files)]
+        for numbers, number in encoder.stream(files):
+            writer.write(numbers)
+            self.progress("tokenizing", done[number] / done[-1])
+        writer.finish()
+        if not encoder.documents:
+            raise DataError(f"data.path: no document with any text in the files of {self.source.path}")
+        if _identify(self.data, self.source, self.vocab)[1] != self.identity:
+            raise DataError(
+                f"data.path: files of {self.source.path} changed while they were tokenized; start again"
+            )
+        manifest = Manifest(
+            format=FORMAT,
+            fingerprint=self.identity,
+            source=self.source.path,
+            vocab=self.vocab,
+            answers_only=self.source.answers_only,
+            dtype=writer.dtype,
+            end_of_text=tokenizer.end_of_text,
+            tokens=encoder.tokens,
+            documents=encoder.documents,
+            text_bytes=encoder.text_bytes,
+            skipped_files=len(listed) - len(files),
+            block_bytes=writer.block_bytes,
+            shard_tokens=writer.shard_tokens,
+            shards=writer.shards,
+            tokenizer_checksum=zlib.crc32((self.directory / TOKENIZER).read_bytes()),
+            counts=encoder.counts.tolist(),
+        )
+        _write_manifest(self.directory, manifest)
+
+    def _readable(self, listed: list[File]) -> list[File]:
+        """The `listed` files without those of text that are not UTF-8 throughout, as only reading tells."""
+        files = []
+        for number, file in enumerate(listed):
+            self.progress("reading text", number / len(listed))
+            if file.form != "text" or is_text(file.path):
+                files.append(file)
+        if not any(file.path.stat().st_size for file in files):
+            raise DataError(
+                f"data.path: no text in the {len(listed)} files of {self.source.path}; give UTF-8 text"
+            )
+        return files
+
+    def _tokenizer(self, files: list[File], ready: Path | None) -> Tokenizer:
+        given = Path(self.data.tokenizer).expanduser() if self.data.tokenizer else ready
+        self.progress("loading the tokenizer" if given else "training a tokenizer", 0.0)
+        if given:
+            return load_tokenizer(given, self.vocab)
+        for other in sources(self.data)[1:]:  # the first source is the first to be built
+            files = files + self._readable(source_files(self.data, other))
+        return train_tokenizer(files, self.vocab)
 
 
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -178,49 +205,21 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _encode(files: list[Path], tokenizer: Tokenizer, progress: Progress) -> Iterator[NDArray[np.int64]]:
-    """Tokens of all documents in order, the end-of-text token after each, a few megabytes of text at a time.
-
-    A file without text is no document.
-    """
-    total = sum(file.stat().st_size for file in files)
-    pending: list[str | None] = []  # pieces of text; None = the document ends here
-    characters = done = 0
-    for file in files:
-        for piece in text_pieces(file):
-            pending.append(piece)
-            characters += len(piece)
-            if characters >= ENCODE_CHARACTERS:
-                progress("tokenizing", done / total)
-                yield _encode_pieces(pending, tokenizer)
-                pending, characters = [], 0
-        size = file.stat().st_size
-        if size:
-            pending.append(None)
-        done += size
-    yield _encode_pieces(pending, tokenizer)
-    progress("tokenizing", 1.0)
-
-
-def _encode_pieces(pieces: list[str | None], tokenizer: Tokenizer) -> NDArray[np.int64]:
-    encoded = iter(tokenizer.encode([piece for piece in pieces if piece is not None]))
-    parts = [[tokenizer.end_of_text] if piece is None else next(encoded) for piece in pieces]
-    return np.concatenate([np.array(part, dtype=np.int64) for part in parts])
-
-
 class ShardWriter:
     """Appends tokens to shards of at most SHARD_BLOCKS blocks, with a checksum of each block."""
 
     def __init__(self, directory: Path, vocab: int) -> None:
+        """For numbers 0 … vocab-1."""
         self._directory = directory
-        self._dtype = np.dtype(token_dtype(vocab)).newbyteorder("<")
+        self.dtype = token_dtype(vocab)
+        self._dtype = np.dtype(self.dtype).newbyteorder("<")
         self.block_bytes = BLOCK_BYTES
         self.shard_tokens = SHARD_BLOCKS * BLOCK_BYTES // self._dtype.itemsize
         self.shards: list[Shard] = []  # what is written
         self._pending = bytearray()  # less than a block
 
     def write(self, tokens: NDArray[np.int64]) -> None:
-        """Append `tokens` [n], each a valid id."""
+        """Append `tokens` [n], each below `vocab`."""
         self._pending += tokens.astype(self._dtype).tobytes()
         whole = len(self._pending) // self.block_bytes * self.block_bytes
         for start in range(0, whole, self.block_bytes):

@@ -1,31 +1,35 @@
-"""Which files are the text, and how they are read: whole, piece by piece, or as an evenly spread sample."""
+"""What is read: the sources, their files, and the text of a file piece by piece."""
 
 import codecs
 import os
 import sysconfig
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 from pathlib import Path
 
 from fivefold.config.errors import BadInput, shortened
-from fivefold.config.tree import Data
+from fivefold.config.tree import Data, Source
 
 STDLIB = "python:stdlib"
 PIECE_BYTES = 1 << 20  # a longer document is read and tokenized in pieces of about this size
-SAMPLE_BYTES = 4096  # one block of `spread_sample`
 
 
 class DataError(BadInput):
     """The data cannot be used as asked; the message is one line: what, where, what would be right."""
 
 
+def sources(data: Data) -> tuple[Source, ...]:
+    """What is read: the mixture, or the one source that `data.path` names."""
+    return data.sources or (
+        Source(path=data.path, text_field=data.text_field, answers_only=data.answers_only),
+    )
+
+
 def text_files(path: str) -> list[Path]:
-    """The files below `path`, in an order that depends on their names alone; each is one document.
+    """The files below `path`, in an order that depends on their names alone.
 
     `path` is a file, a directory (read recursively; names that start with a dot are left out, linked
     directories are not entered) or "python:stdlib": the *.py files of this Python's standard library.
-    Whether a file really holds text is seen only by reading it: `is_text`.
+    Whether a file of no other form really holds text is seen only by reading it: `is_text`.
 
     Raises DataError if `path` does not exist or holds no file.
     """
@@ -43,14 +47,6 @@ def text_files(path: str) -> list[Path]:
             f"data.path: {root} holds no{suffix and ' ' + suffix} files; give a directory of text"
         )
     return files
-
-
-def check_paths(data: Data) -> None:
-    """Raises DataError if `data.path` or `data.tokenizer` names nothing that can be read; reads no text."""
-    text_files(data.path)
-    if data.tokenizer and not os.path.isfile(os.path.expanduser(data.tokenizer)):
-        path = shortened(data.tokenizer)
-        raise DataError(f"data.tokenizer: {path} is not a file; give the path of a tokenizer.json")
 
 
 def _walk(root: Path, suffix: str, skipped: set[str]) -> Iterator[Path]:
@@ -94,28 +90,3 @@ def is_text(file: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def spread_sample(files: Sequence[Path], budget: int) -> Iterator[str]:
-    """About `budget` bytes of the text of `files`: whole lines at evenly spaced places, always the same ones.
-
-    Reads only what it returns, so it costs the same for a gigabyte as for a terabyte. Text no longer than
-    `budget` is returned whole.
-    """
-    sizes = [file.stat().st_size for file in files]
-    ends = list(accumulate(sizes))
-    if not ends or ends[-1] <= budget:
-        for file in files:
-            yield from text_pieces(file)
-        return
-    blocks = max(1, budget // SAMPLE_BYTES)
-    for block in range(blocks):
-        offset = block * ends[-1] // blocks
-        index = bisect_right(ends, offset)
-        within = offset - (ends[index] - sizes[index])
-        with files[index].open("rb") as stream:
-            if within:  # step to the start of a line: at `within` already, if the byte before ends one
-                stream.seek(within - 1)
-                stream.readline(SAMPLE_BYTES)
-            lines = stream.read(SAMPLE_BYTES) + stream.readline(SAMPLE_BYTES)
-        yield lines.decode("utf-8", errors="ignore")  # a line longer than a block may be cut in a character

@@ -2,7 +2,7 @@
 
 DIRECTORY/manifest.json      written last: a directory without it is not a store
 DIRECTORY/tokenizer.json     what the tokens mean
-DIRECTORY/shard-00000.bin …  the stream of tokens, little-endian uint16 or uint32, cut at fixed places
+DIRECTORY/shard-00000.bin …  the stream of numbers (`encode`), little-endian uint16 or uint32, cut at fixed places
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fivefold.data.source import DataError
 from fivefold.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT = 1  # raise it whenever the same text would give other tokens or other files
+FORMAT = 2  # raise it whenever the same text would give other tokens or other files
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 CHECKED_BLOCKS = 64  # read when a store is opened: 64 MiB, some 30 ms; a smaller store is checked whole
@@ -38,8 +38,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: int
     fingerprint: str  # of what went in: see `shards.fingerprint`
-    source: str  # data.path, for people
+    source: str  # path of the source, for people
     vocab: int
+    answers_only: bool  # whether shards hold 2 · id + (1 where it is to be learnt), or the id alone
     dtype: Literal["uint16", "uint32"]
     end_of_text: int
     tokens: int  # end-of-text tokens included
@@ -50,7 +51,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard_tokens: int  # tokens of every shard but the last
     shards: list[Shard]
     tokenizer_checksum: int  # CRC-32 of tokenizer.json
-    counts: list[int]  # how often each id occurs, [vocab]
+    counts: list[int]  # how often each id occurs (answers_only: is to be learnt), [vocab]
 
     def digest(self) -> str:
         """Identity of the token stream itself, wherever and whenever it was prepared (40 hex digits).
@@ -83,9 +84,9 @@ class TokenStore:
         return self.manifest.tokens
 
     def read(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Tokens [start, start + length) of the stream for each of `starts` [n], which may cross shards.
+        """Numbers [start, start + length) of the stream for each of `starts` [n], which may cross shards.
 
-        Returns an own copy [n, length].
+        They are ids, or with `answers_only` 2 · id + (1 where it is to be learnt). Returns an own copy [n, length].
         """
         assert starts.size == 0 or (starts.min() >= 0 and starts.max() + length <= len(self))
         tokens = np.empty((starts.size, length), dtype=np.int64)

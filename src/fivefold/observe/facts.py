@@ -7,6 +7,27 @@ from pathlib import Path
 from fivefold.spec.legal import Resolved
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """A source of data.
+
+    Attributes:
+        path: where it lies.
+        share: of all samples, the part that comes from it.
+        documents: in it.
+        tokens: in them.
+        skipped_files: left out because they are not UTF-8 text.
+        passes: how often the whole run goes through its training samples.
+    """
+
+    path: str
+    share: float
+    documents: int
+    tokens: int
+    skipped_files: int
+    passes: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFacts:
     """A run before its first step.
@@ -15,10 +36,8 @@ class StartFacts:
         resolved: the config with mesh, batch arithmetic and learning rate.
         directory: the run directory.
         start_step: optimizer steps already done by the run that is resumed; 0 = a new one.
-        documents: documents to train on.
-        data_tokens: tokens in them.
-        skipped_files: files left out because they are not UTF-8 text.
-        unigram_entropy: of these tokens, in nats: the loss of a model that knows frequencies and no context.
+        sources: what is trained on.
+        unigram_entropy: of their tokens, in nats: the loss of a model that knows frequencies and no context.
         device: what computes, e.g. "CPU, 1 thread a rank, gloo".
         matmul: the chosen matmul path and why, e.g. "highest: 92 GFLOP/s against 61 for medium".
         peak_flops: FLOP/s of one rank that MFU is stated against; `peak_source` says where it comes from.
@@ -27,9 +46,7 @@ class StartFacts:
     resolved: Resolved
     directory: Path
     start_step: int = 0
-    documents: int
-    data_tokens: int
-    skipped_files: int = 0
+    sources: Sequence[SourceFacts]
     unigram_entropy: float
     device: str
     matmul: str

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fivefold.config.tree import Config, Parallel
-from fivefold.observe.facts import EndFacts, StartFacts
+from fivefold.observe.facts import EndFacts, SourceFacts, StartFacts
 from fivefold.observe.grid import layout_picture
 from fivefold.render.units import bytes_text, count_text, duration_text, flops_text, lr_text, rate_text
 from fivefold.spec.legal import Resolved
@@ -199,15 +199,28 @@ def _lr_course(resolved: Resolved) -> str:
 def _data(facts: StartFacts) -> str:
     config = facts.resolved.config
     wanted = config.run.steps * facts.resolved.batch.global_batch_tokens
-    left_out = f"; files left out, not UTF-8 text: {facts.skipped_files:,}" if facts.skipped_files else ""
+    sources = [_source(each) for each in facts.sources]
+    passes = [f"{each.passes:.2f} passes over" for each in facts.sources]
+    if len(sources) > 1:
+        sources = [
+            f"{each.share:.1%} of the samples, {passes} {text}"
+            for each, passes, text in zip(facts.sources, passes, sources, strict=True)
+        ]
     return "\n".join(
         [
-            f"{facts.documents:,} document{'s' * (facts.documents != 1)}, {count_text(facts.data_tokens)} tokens "
-            f"from {config.data.path}{left_out}",
+            *sources,
             f"unigram entropy {facts.unigram_entropy:.3f} nats: the loss of knowing only frequencies",
-            f"{config.run.steps:,} steps read {count_text(wanted)} tokens, "
-            f"{wanted / max(facts.data_tokens, 1):.2f} passes over them",
+            f"{config.run.steps:,} steps read {count_text(wanted)} tokens"
+            + (f", {passes[0]} them" if len(sources) == 1 else ""),
         ]
+    )
+
+
+def _source(source: SourceFacts) -> str:
+    left_out = f"; files left out, not UTF-8 text: {source.skipped_files:,}" if source.skipped_files else ""
+    return (
+        f"{source.documents:,} document{'s' * (source.documents != 1)}, {count_text(source.tokens)} tokens "
+        f"from {source.path}{left_out}"
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from fivefold.config.errors import ConfigError, nearest
-from fivefold.config.tree import Config, Model, Parallel
+from fivefold.config.tree import Config, Data, Model, Parallel
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
 from fivefold.spec.layout import Axis, Owned, Unit, table
 from fivefold.spec.mesh import Mesh, resolve
@@ -32,6 +32,7 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
         ConfigError: one line about the first thing that cannot be.
     """
     check_model(config.model)
+    check_data(config.data)
     mesh = resolve(config.parallel, world_size or config.run.ranks)
     check_layout(config.model, config.parallel, mesh)
     if config.batch.sequence_length > config.model.max_positions:
@@ -50,6 +51,15 @@ def check_model(model: Model) -> None:
     """Refuses sizes that contradict each other."""
     if problem := next(_contradictions(model), None):
         raise ConfigError(problem)
+
+
+def check_data(data: Data) -> None:
+    """Refuses a mixture beside the keys of a single source."""
+    for key in ("path", "text_field", "answers_only"):
+        if data.sources and getattr(data, key) != getattr(Data(), key):
+            raise ConfigError(
+                f"data.{key} and data.sources: give one of the two; each source has its own {key}"
+            )
 
 
 def _contradictions(model: Model) -> Iterator[str]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.data.samples import Batch, Samples
+from fivefold.data.mixture import Mixture
+from fivefold.data.rows import Batch
 from fivefold.nn.attention import Segments
 from fivefold.spec.batch import BatchPlan
 
@@ -36,7 +37,7 @@ class MicroBatch:
 
 
 def training_share(
-    samples: Samples, plan: BatchPlan, consumed: int, data_rank: int, device: torch.device
+    samples: Mixture, plan: BatchPlan, consumed: int, data_rank: int, device: torch.device
 ) -> list[MicroBatch]:
     """The micro-batches of one replica in the step that begins after `consumed` samples."""
     ids = samples.sample_ids(consumed, plan.global_batch)

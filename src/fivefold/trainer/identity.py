@@ -16,7 +16,7 @@ FREE = ("preset", "max_positions", "init_std", "dropout")
 
 def identity(config: Config, samples: str) -> dict[str, Any]:
     """What a checkpoint's tensors and counters rest on, by config key: the model, the state that its optimizer
-    keeps, the type both are kept in, and what its sample counter counts (`samples`: `Samples.digest`). JSON-able.
+    keeps, the type both are kept in, and what its sample counter counts (`samples`: `Mixture.digest`). JSON-able.
     """
     model = msgspec.to_builtins(config.model)
     kept = {f"model.{key}": value for key, value in model.items() if key not in FREE}
@@ -36,8 +36,8 @@ def refuse_change(stored: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
         return
     if key == SAMPLES:
         raise BadInput(
-            f"{checkpoint} was trained on other samples; set data.path, data.tokenizer and "
-            "data.validation_fraction back, or start a new run without --resume"
+            f"{checkpoint} was trained on other samples; set data.path or data.sources, "
+            "data.tokenizer and data.validation_fraction back, or start a new run without --resume"
         )
     raise BadInput(
         f"{key} = {now.get(key)}: {checkpoint} was trained with {stored[key]}; set it back, or start a new run "

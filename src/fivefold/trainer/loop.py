@@ -9,7 +9,7 @@ import torch
 
 from fivefold.config.errors import RunFailed
 from fivefold.config.load import dump
-from fivefold.data.samples import Samples
+from fivefold.data.mixture import Mixture
 from fivefold.ledger.flops import forward_per_token
 from fivefold.nn.generate import generate
 from fivefold.nn.hub.weights import HubWeights
@@ -44,7 +44,7 @@ class Loop:
 
     session: Session
     resolved: Resolved
-    samples: Samples
+    samples: Mixture
     checkpoints: Checkpointer
     stop_requested: Callable[[], bool]
     observer: Observer = field(default_factory=Observer)

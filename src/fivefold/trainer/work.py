@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,11 +10,11 @@ import msgspec
 import torch
 
 from fivefold.config.tree import Config
-from fivefold.data.samples import Samples
+from fivefold.data.mixture import Mixture
 from fivefold.data.shards import prepare
 from fivefold.data.store import TokenStore, open_store
 from fivefold.nn.hub.weights import given_weights
-from fivefold.observe.facts import EndFacts, StartFacts
+from fivefold.observe.facts import EndFacts, SourceFacts, StartFacts
 from fivefold.observe.observer import open_observer
 from fivefold.observe.progress import PreparationProgress
 from fivefold.spec.legal import Resolved
@@ -34,12 +35,12 @@ class _Settled:
 
     config: Config
     directory: Path
-    tokens: Path
+    tokens: tuple[Path, ...]
     machine_reason: str
 
     def write(self, resume: bool) -> None:
         """Into the run directory. On rank 0."""
-        write_run(self.directory, self.config, self.tokens / TOKENIZER, resume=resume)
+        write_run(self.directory, self.config, self.tokens[0] / TOKENIZER, resume=resume)
 
 
 def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
@@ -61,8 +62,8 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
         resolved = replace(resolved, config=settled.config)
         if note := machine.apply(settled.config.machine):
             print(f"rank {session.rank}: {note}", file=sys.stderr)
-        store = open_store(settled.tokens)
-        samples = Samples(store, config.data, resolved.batch.sequence_length, config.run.seed)
+        stores = [open_store(directory) for directory in settled.tokens]
+        samples = Mixture(stores, config.data, resolved.batch.sequence_length, config.run.seed)
         checkpoints = Checkpointer(settled.directory / CHECKPOINTS, config.checkpoint)
         loop = Loop(session, resolved, samples, checkpoints, lambda: bool(stop))
         if resume:
@@ -82,7 +83,7 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
             start_step=loop.counters.step,
         )
         with loop.observer:
-            ended = _train(loop, settled, store, stop)
+            ended = _train(loop, settled, stores, stop)
         checkpoints.close()
     return ended == "done"
 
@@ -90,11 +91,11 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
 def _settle(config: Config, resume: bool, device: torch.device) -> _Settled:
     """Rank 0's choices, not yet written into the run's config."""
     directory = choose_directory(config.run, resume)
-    tokens = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
+    stores = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
     measured, reason = machine.measure(config.machine, config.precision.dtype, device)
     run = msgspec.structs.replace(config.run, dir=str(directory))
     config = msgspec.structs.replace(config, run=run, machine=measured)
-    return _Settled(config, directory, tokens.directory, reason)
+    return _Settled(config, directory, tuple(store.directory for store in stores), reason)
 
 
 def _say_done(loop: Loop, settled: _Settled) -> None:
@@ -105,17 +106,17 @@ def _say_done(loop: Loop, settled: _Settled) -> None:
         )
 
 
-def _train(loop: Loop, settled: _Settled, store: TokenStore, stop: StopSignal) -> str:
+def _train(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], stop: StopSignal) -> str:
     """Returns how it ended."""
     observer, start_tokens, started = loop.observer, loop.counters.tokens, time.monotonic()
     entropy = loop.samples.unigram_entropy() if loop.session.is_main else 0.0
-    observer.start(_start_facts(loop, settled, store, entropy))
+    observer.start(_start_facts(loop, settled, stores, entropy))
     ended = loop.run()
     seconds = time.monotonic() - started
     sample = ""
     count = settled.config.run.sample_tokens
     if count and ended == "done":
-        tokenizer = store.tokenizer()
+        tokenizer = stores[0].tokenizer()
         prompt = tokenizer.encode([SAMPLE_PROMPT])[0]
         sample = SAMPLE_PROMPT + tokenizer.decode(loop.sample(prompt, count))
     observer.finish(
@@ -135,8 +136,9 @@ def _train(loop: Loop, settled: _Settled, store: TokenStore, stop: StopSignal) -
     return ended
 
 
-def _start_facts(loop: Loop, settled: _Settled, store: TokenStore, entropy: float) -> StartFacts:
+def _start_facts(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], entropy: float) -> StartFacts:
     session, chosen = loop.session, settled.config.machine
+    planned = settled.config.run.steps * loop.resolved.batch.global_batch
     threads = torch.get_num_threads()
     kind = (
         f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
@@ -147,9 +149,15 @@ def _start_facts(loop: Loop, settled: _Settled, store: TokenStore, entropy: floa
         resolved=loop.resolved,
         directory=settled.directory,
         start_step=loop.counters.step,
-        documents=store.manifest.documents,
-        data_tokens=store.manifest.tokens,
-        skipped_files=store.manifest.skipped_files,
+        sources=[
+            SourceFacts(kept.source, share, kept.documents, kept.tokens, kept.skipped_files, passes)
+            for kept, share, passes in zip(
+                (store.manifest for store in stores),
+                loop.samples.shares,
+                loop.samples.passes(planned),
+                strict=True,
+            )
+        ],
         unigram_entropy=entropy,
         device=f"{kind}, {session.backend}",
         matmul=settled.machine_reason
