@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fivefold.cli.main import main
 from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
-from fivefold.config.tree import Model
+from fivefold.config.tree import Model, Source
+from fivefold.data.documents import File
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
@@ -156,7 +157,7 @@ def test_logits_and_gradients_are_those_of_transformers(
 def tokenizer_in(directory: Path) -> None:
     text = directory / "text"
     text.write_text("".join(chr(33 + i * 7 % 90) * 2 for i in range(3000)))
-    train_tokenizer([text], 300).save(directory / "tokenizer.json")
+    train_tokenizer([File(text, Source(path=str(text)))], 300).save(directory / "tokenizer.json")
     text.unlink()
 
 
