@@ -333,7 +333,11 @@ TRAIN = [
 ]
 COMMANDS = [
     words("unknown command", "trian", says=('"trian": unknown command', 'did you mean "train"?')),
-    words("no command at all like it", "--frobnicate", says=("unknown command", "config, doctor")),
+    words(
+        "no command at all like it",
+        "--frobnicate",
+        says=("unknown command", "collectives, config, convert, doctor"),
+    ),
     words("empty command", "", says=('"": unknown command',)),
     words("no config", "train", says=("train: ", "required: CONFIG", "fivefold train --help")),
     words("no action", "config", says=("config: ", "required: ACTION")),
@@ -357,6 +361,9 @@ COMMANDS = [
         *("train", "a.toml", "--resume", "--set", "run.dir=here"),
         says=("here: no run to resume", "config.toml"),
     ),
+    words("convert to nowhere", "convert", "a", says=("convert: ", "required: OUT")),
+    words("convert from no run", "convert", "nowhere", "out", says=("nowhere: not a run directory",)),
+    words("convert onto something", "convert", "nowhere", "text", says=("text: is there already",)),
     words("generate from nothing", "generate", says=("required: RUN",)),
     words("generate from no run", "generate", "nowhere", says=("nowhere: not a run", "train printed")),
     words("negative tokens", "generate", "x", "--tokens", "-1", says=("--tokens", '"-1"', "≥ 0")),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fivefold.cli.main import main
+from fivefold.config.huggingface import read_model
 from fivefold.config.load import load, preset_names
-from fivefold.planner.importing import hugging_face
 from fivefold.spec.parameters import total
 
 CONFIG = """
@@ -108,10 +108,10 @@ HF: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HF)
 def test_hugging_face_models_are_the_presets(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HF[name]))
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096} | HF[name]))
     (tmp_path / "c.toml").write_text(f'[model]\npreset = "{name}"\n')
     assert name in preset_names("models")
-    assert total(hugging_face(tmp_path)) == total(load(str(tmp_path / "c.toml")).model)
+    assert total(read_model(tmp_path)) == total(load(str(tmp_path / "c.toml")).model)
 
 
 def test_foreign_files_are_refused_in_one_line(config: str, tmp_path: Path, capsys: Any) -> None:

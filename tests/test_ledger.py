@@ -45,7 +45,7 @@ def whole_rows(batch: int, length: int) -> Segments:
 
 def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of storages one decoder layer keeps, parameters and shared tables apart."""
-    block = DecoderLayer(model, Recompute(mode)).to(dtype)
+    block = DecoderLayer(model, 0, Recompute(mode)).to(dtype)
     tables = rotary_table(model, torch.arange(length))
     own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *tables)}
     seen: dict[int, tuple[int, Any]] = {}
@@ -57,7 +57,7 @@ def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: to
 
     x = torch.randn(batch, length, model.hidden, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = block(x, tables, whole_rows(batch, length))
+        out, _ = block(x, tables, whole_rows(batch, length))
     assert out.requires_grad
     return sum(size for pointer, (size, _) in seen.items() if pointer not in own)
 

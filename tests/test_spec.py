@@ -29,7 +29,7 @@ from fivefold.config.tree import (
 from fivefold.nn.decoder import Decoder
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
 from fivefold.spec.layout import Owned, Split, placements, table
-from fivefold.spec.legal import Resolved, check_layout, resolve_config, units
+from fivefold.spec.legal import Resolved, check_layout, check_trainable, resolve_config, units
 from fivefold.spec.mesh import AXES, Mesh, resolve
 from fivefold.spec.parameters import active, parameters, total
 
@@ -71,10 +71,12 @@ FAMILIES = {
         SMALL, qkv_bias=True, output_bias=True, norm="layernorm", qk_norm=True, embedding_norm=True
     ),
     "gpt2": replace(GPT2, layers=2),
+    "gelu": replace(SMALL, activation="gelu", output_bias=True),
     "experts": replace(SMALL, experts=MOE),
     "latent": replace(SMALL, latent=LATENT, experts=MOE),
     "latent, queries compressed": replace(SMALL, latent=replace(LATENT, q_rank=6)),
 }
+TRAINABLE = ("dense", "biases", "gpt2", "gelu", "experts")
 
 
 class TestParameters:
@@ -89,6 +91,17 @@ class TestParameters:
         expected = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
         assert {each.name: each.shape for each in parameters(model)} == expected
         assert total(model) == sum(parameter.numel() for parameter in decoder.parameters())
+
+    @pytest.mark.parametrize("family", TRAINABLE)
+    def test_equal_the_decoders_of_every_family(self, family: str) -> None:
+        model = FAMILIES[family]
+        check_trainable(resolve_config(Config(model=model)))
+        with torch.device("meta"):
+            decoder = Decoder(model)
+        expected = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+        assert {each.name: each.shape for each in parameters(model) if each.trained} == expected
+        untrained = {name: tuple(buffer.shape) for name, buffer in decoder.named_buffers()}
+        assert {each.name: each.shape for each in parameters(model) if not each.trained} == untrained
 
     @pytest.mark.parametrize(
         ("model", "count"),

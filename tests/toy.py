@@ -159,8 +159,8 @@ def reference(config: Config) -> dict[str, Any]:
     found["initial"] = {name: full(parameter) for name, parameter in named.items()}
     for step in range(config.run.steps):
         batch = global_batch(config, step)
-        count = batch.loss_tokens
-        loss = decoder(batch.tokens, Segments.from_documents(batch.documents), batch.labels) / max(count, 1)
+        segments, count = Segments.from_documents(batch.documents), max(batch.loss_tokens, 1)
+        loss = decoder(batch.tokens, segments, batch.labels, count / len(batch.tokens)) / count
         loss.backward()
         if step == 0:
             found["gradients"] = {n: full(p.grad) for n, p in named.items()}  # type: ignore[arg-type]
@@ -168,10 +168,12 @@ def reference(config: Config) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["lr"] = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         optimizer.step()
+        decoder.balance(decoder.take_counts())
         optimizer.zero_grad()
         found["loss"].append(loss.item())
         found["grad_norm"].append(norm.item())
-    found["state"] = {f"model.{n}": full(p) for n, p in named.items()}
+    buffers = dict(decoder.named_buffers())
+    found["state"] = {f"model.{n}": full(p) for n, p in (named | buffers).items()}
     for name, parameter in named.items():
         for moment in ("exp_avg", "exp_avg_sq"):
             found["state"][f"optimizer.{name}.{moment}"] = full(optimizer.state[parameter][moment])

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from fivefold.cli.arguments import add_config_arguments, add_json_argument
+from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
 from fivefold.ledger.total import estimate
 from fivefold.planner import importing
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         overrides = importing.accelerate(Path(arguments.from_accelerate)) + overrides
     config = load(arguments.config, overrides)
     if arguments.from_hf:
-        config = msgspec.structs.replace(config, model=importing.hugging_face(Path(arguments.from_hf)))
+        config = msgspec.structs.replace(config, model=read_model(arguments.from_hf))
     ledger = estimate(job_of(config))
     if arguments.explain:
         print("\n".join(lines(ledger)) if arguments.explain == "list" else explain(ledger, arguments.explain))

@@ -9,7 +9,18 @@ from typing import NoReturn, Protocol, cast
 
 from fivefold.config.errors import BadInput, RunFailed, did_you_mean, shortened
 
-COMMANDS = ("estimate", "plan", "batch", "collectives", "validate", "train", "generate", "config", "doctor")
+COMMANDS = (
+    "estimate",
+    "plan",
+    "batch",
+    "collectives",
+    "validate",
+    "train",
+    "generate",
+    "convert",
+    "config",
+    "doctor",
+)
 
 
 class Command(Protocol):

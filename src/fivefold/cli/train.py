@@ -65,7 +65,20 @@ def _check_inputs(config: Config, resume: bool) -> str:
     if config.data.tokenizer:
         load_tokenizer(Path(config.data.tokenizer).expanduser(), config.model.vocab)
     check_sinks(config.log.sinks)
-    return str(choose_directory(config.run, resume))
+    directory = choose_directory(config.run, resume)
+    if config.model.path and not resume:
+        _check_weights(config)
+    return str(directory)
+
+
+def _check_weights(config: Config) -> None:
+    from fivefold.nn.hub.weights import given_weights
+
+    if given_weights(config.model) and not config.data.tokenizer:
+        raise BadInput(
+            f"model.path = {config.model.path}: no tokenizer.json there, and weights mean nothing without "
+            "theirs; give data.tokenizer"
+        )
 
 
 def _start(arguments: argparse.Namespace, ranks: int, directory: str) -> int:

@@ -17,6 +17,7 @@ import tomli_w
 
 from fivefold.config.errors import ConfigError, did_you_mean, shortened
 from fivefold.config.explain import KeyPath, hint, key_paths, section_paths
+from fivefold.config.huggingface import model_table, read_config_json
 from fivefold.config.tree import Config
 
 Table = dict[str, Any]
@@ -40,6 +41,11 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
     model, run = table.setdefault("model", {}), table.setdefault("run", {})
     if isinstance(preset := model.get("preset"), str) and preset:
         table["model"] = _merge(_preset_table("models", "model.preset", preset, sources), model)
+    if isinstance(path := model.get("path"), str) and path and not os.path.isdir(source):
+        table["model"] = _merge(_path_table(path, sources), model)
+        if os.path.isfile(tokenizer := Path(path).expanduser() / "tokenizer.json"):
+            data = table.setdefault("data", {})
+            data["tokenizer"] = data.get("tokenizer") or str(tokenizer)
     if not run.get("name"):
         run["name"] = _default_name(source)
     if os.path.isdir(source) and not any(each.holds(("run", "dir")) for each in sources[1:]):
@@ -184,6 +190,19 @@ def _preset_table(kind: str, key: str, name: str, sources: Sequence[_Source]) ->
         problem = f" = {_shown(name)}: unknown preset; {did_you_mean(name, names)}"
         raise _origin(path, sources).error(path, problem)
     return tomllib.loads(_preset_text(kind, name))
+
+
+def _path_table(path: str, sources: Sequence[_Source]) -> Table:
+    """The model section that a Hugging Face model describes. The config of a run holds it already."""
+    key = ("model", "path")
+    if any(each.table.get("model", {}).get("preset") for each in sources):
+        raise _origin(key, sources).error(
+            key, f" = {_shown(path)}: model.preset is given, too; give one of the two"
+        )
+    try:
+        return model_table(read_config_json(path))
+    except ConfigError as error:
+        raise _origin(key, sources).error(key, f" = {_shown(path)}: {error}") from None
 
 
 def _default_name(source: str) -> str:

@@ -81,9 +81,16 @@ class LatentAttention(Section, frozen=True):
 
 
 class Model(Section, frozen=True):
-    """The decoder. A preset gives the sizes; single keys override them."""
+    """The decoder. A preset or a Hugging Face model gives the sizes; single keys override them."""
 
     preset: Annotated[str, Meta(description="Name of a model preset (`fivefold config presets`).")] = ""
+    path: Annotated[
+        str,
+        Meta(
+            description="A Hugging Face model directory, whose weights training starts from, or a config.json: "
+            "its sizes only."
+        ),
+    ] = ""
     layers: Annotated[int, Meta(ge=1, le=10000, description="Decoder layers.")] = 4
     hidden: Annotated[int, Meta(ge=1, description="Width of the residual stream.")] = 256
     heads: Annotated[int, Meta(ge=1, le=65536, description="Query heads.")] = 8
@@ -301,7 +308,10 @@ class Data(Section, frozen=True):
     ] = ()
     tokenizer: Annotated[
         str,
-        Meta(description="A tokenizer.json; empty = train a byte-pair tokenizer of model.vocab on the data."),
+        Meta(
+            description="A tokenizer.json; empty = that of model.path, else a byte-pair tokenizer of model.vocab "
+            "is trained on the data."
+        ),
     ] = ""
     cache_dir: Annotated[
         str,

@@ -101,22 +101,30 @@ def _document_by_document(packed: Packed, segments: Segments) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Query, key and value projections, attention, output projection."""
+    """Query, key and value projections, a norm of each head's queries and keys if the model has it, attention,
+    output projection."""
 
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
         self.head_dim = model.head_dim
         self.core = recompute.attention(causal_attention)
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.query = nn.Linear(model.hidden, queries, bias=False)
-        self.key = nn.Linear(model.hidden, keys, bias=False)
-        self.value = nn.Linear(model.hidden, keys, bias=False)
-        self.output = nn.Linear(queries, model.hidden, bias=False)
+        self.query = nn.Linear(model.hidden, queries, bias=model.qkv_bias)
+        self.key = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
+        self.value = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
+        if model.qk_norm:
+            self.query_norm: nn.Module = nn.RMSNorm(model.head_dim, eps=model.norm_eps)
+            self.key_norm: nn.Module = nn.RMSNorm(model.head_dim, eps=model.norm_eps)
+        else:
+            self.query_norm = self.key_norm = nn.Identity()
+        self.output = nn.Linear(queries, model.hidden, bias=model.output_bias)
 
-    def forward(self, x: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
-        """`x` and the result: `[batch, sequence, hidden]`."""
+    def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
+        """`x` and the result: `[batch, sequence, hidden]`; without `rotary` no position enters here."""
         query, key, value = (self._heads(project(x)) for project in (self.query, self.key, self.value))
-        query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key = self.query_norm(query), self.key_norm(key)
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         attended = self.core(query, key, value, segments)
         return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 

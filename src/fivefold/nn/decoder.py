@@ -7,34 +7,45 @@ from torch import Tensor, nn
 
 from fivefold.config.tree import Model
 from fivefold.nn.attention import Attention, Segments
-from fivefold.nn.feed_forward import FeedForward
-from fivefold.nn.loss import cross_entropy_sum
+from fivefold.nn.experts import Experts
+from fivefold.nn.feed_forward import make_feed_forward
+from fivefold.nn.loss import cross_entropy_sum, with_gradient_of
+from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import Rotary, rotary_table
+from fivefold.nn.router import Routing, balanced
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward (dense, or of experts), each behind a norm and added to the residual stream."""
 
-    def __init__(self, model: Model, recompute: Recompute) -> None:
+    def __init__(self, model: Model, index: int, recompute: Recompute) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.hidden, eps=model.norm_eps)
+        self.attention_norm = make_norm(model)
         self.attention = Attention(model, recompute)
-        self.feed_forward_norm = nn.RMSNorm(model.hidden, eps=model.norm_eps)
-        self.feed_forward = FeedForward(model)
+        self.feed_forward_norm = make_norm(model)
+        if model.experts.count and index >= model.experts.dense_layers:
+            self.experts = Experts(model)
+        else:
+            self.feed_forward = make_feed_forward(model, model.ffn)
         self.run = recompute.layer(self._run)
 
-    def forward(self, x: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
-        """`x` and the result: `[batch, sequence, hidden]`."""
+    def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Routing | None]:
+        """`x` and the first result: `[batch, sequence, hidden]`; the second only if it routes."""
         return self.run(x, rotary, segments)
 
-    def _run(self, x: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
+    def _run(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Routing | None]:
         x = x + self.attention(self.attention_norm(x), rotary, segments)
-        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
+        inner, routing = self.feed_forward_norm(x), None
+        if hasattr(self, "experts"):
+            inner, routing = self.experts(inner)
+        else:
+            inner = self.feed_forward(inner)
+        return x + inner, routing
 
 
 class Decoder(nn.Module):
-    """A Llama-style decoder. Layers are keyed by their number in the whole model."""
+    """A decoder of the family that `model` describes. Layers are keyed by their number in the whole model."""
 
     def __init__(
         self, model: Model, recompute: Literal["none", "attention", "elementwise", "full"] = "none"
@@ -42,29 +53,94 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = model
         self.embedding = nn.Embedding(model.vocab, model.hidden)
+        if model.positions == "learned":
+            self.positions = nn.Embedding(model.max_positions, model.hidden)
+        if model.embedding_norm:
+            self.embedding_norm = make_norm(model)
         modes = Recompute(recompute)
-        self.layers = nn.ModuleDict({str(index): DecoderLayer(model, modes) for index in range(model.layers)})
-        self.norm = nn.RMSNorm(model.hidden, eps=model.norm_eps)
+        self.layers = nn.ModuleDict(
+            {str(index): DecoderLayer(model, index, modes) for index in range(model.layers)}
+        )
+        self.norm = make_norm(model)
         self.head = nn.Linear(model.hidden, model.vocab, bias=False)
+        self._counts: Tensor | None = None
         if model.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, segments: Segments, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        segments: Segments,
+        labels: Tensor | None = None,
+        tokens_per_sequence: float = 0.0,
+    ) -> Tensor:
         """The summed loss over counted labels, or the logits where no labels are given.
+
+        The auxiliary loss of the routers is part of the gradient and not of the value. It is a mean over the
+        sequences of the global batch, the loss a sum to be divided by its counted tokens: so it counts
+        `tokens_per_sequence` times.
 
         Args:
             tokens: `[batch, sequence]`, int64.
             segments: the documents packed in `tokens`.
             labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
+            tokens_per_sequence: counted tokens of the whole global batch per sequence of it.
 
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`.
         """
-        rotary = rotary_table(self.model, torch.arange(tokens.shape[1], device=tokens.device))
-        x = self.embedding(tokens)
-        for layer in self.layers.values():
-            x = layer(x, rotary, segments)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self._embedded(tokens, positions)
+        rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
+        routings: dict[str, Routing] = {}
+        for index, layer in self.layers.items():
+            x, routing = layer(x, rotary, segments)
+            if routing is not None:
+                routings[index] = routing
         x = self.norm(x)
         if labels is None:
             return self.head(x)  # type: ignore[no-any-return]
-        return cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten())
+        loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten())
+        if torch.is_grad_enabled() and self.model.experts.router_bias:
+            self._count(routings)
+        if weight := self.model.experts.auxiliary_loss * tokens_per_sequence:
+            imbalances = torch.stack([routing.imbalance for routing in routings.values()])
+            loss = with_gradient_of(loss, weight * imbalances.sum())
+        return loss
+
+    def take_counts(self) -> list[float]:
+        """How often each expert of each layer was chosen since this was last asked, for `balance`.
+
+        Empty where no selection bias needs it. Forwards without a gradient, and what backward recomputes, are
+        not counted.
+        """
+        counts, self._counts = self._counts, None
+        return [] if counts is None else counts.flatten().double().tolist()
+
+    @torch.no_grad()
+    def balance(self, counts: list[float]) -> None:
+        """Moves the selection biases by one step, given the counts of the whole global batch."""
+        if not counts:
+            return
+        table = torch.tensor(counts, dtype=torch.float64).view(self.model.layers, -1)
+        for index, layer in self.layers.items():
+            if (bias := getattr(getattr(layer, "experts", None), "selection_bias", None)) is not None:
+                chosen = table[int(index)].to(bias.device)
+                bias.copy_(balanced(bias, chosen, self.model.experts.bias_update_rate))
+
+    def _count(self, routings: dict[str, Routing]) -> None:
+        if self._counts is None:
+            device = self.embedding.weight.device
+            size = (self.model.layers, self.model.experts.count)
+            self._counts = torch.zeros(size, dtype=torch.int64, device=device)
+        for index, routing in routings.items():
+            self._counts[int(index)] += routing.counts
+
+    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """`[batch, sequence]` → `[batch, sequence, hidden]`; learned positions are those in the packed row."""
+        x: Tensor = self.embedding(tokens)
+        if self.model.positions == "learned":
+            x = x + self.positions(positions)
+        if self.model.embedding_norm:
+            x = self.embedding_norm(x)
+        return x

@@ -71,3 +71,8 @@ class _CrossEntropySum(torch.autograd.Function):
             None,
             None,
         )
+
+
+def with_gradient_of(loss: Tensor, auxiliary: Tensor) -> Tensor:
+    """The value of `loss`, with the gradient of `loss + auxiliary`. Both are scalars."""
+    return loss + (auxiliary - auxiliary.detach()).to(loss.dtype)

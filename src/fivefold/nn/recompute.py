@@ -18,6 +18,7 @@ _KEPT = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
+        torch.ops.aten._grouped_mm.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -14,11 +14,16 @@ from fivefold.spec.parameters import parameters
 
 @dataclass(frozen=True, slots=True)
 class ParallelModel:
-    """The model as this rank runs it."""
+    """The model as this rank runs it.
+
+    Attributes:
+        sequences: of the whole global batch, over which the auxiliary loss is a mean.
+    """
 
     module: Decoder
     data: DataParallel
     parameters: list[LocalParameter]
+    sequences: int
 
 
 def parallelize(resolved: Resolved, device_mesh: DeviceMesh | None, device: torch.device) -> ParallelModel:
@@ -38,7 +43,9 @@ def parallelize(resolved: Resolved, device_mesh: DeviceMesh | None, device: torc
     held = local_parameters(decoder, parameters(config.model))
     for parameter in held:
         initialize(parameter, config.run.seed)
-    return ParallelModel(decoder, data, held)
+    for buffer in decoder.buffers():  # selection biases, the same on every rank
+        buffer.zero_()
+    return ParallelModel(decoder, data, held, resolved.batch.global_batch)
 
 
 def _retie(decoder: Decoder) -> None:

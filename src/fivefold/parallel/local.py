@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fivefold.nn.hub.weights import HubWeights
 from fivefold.nn.initialize import initial_values
 from fivefold.spec.parameters import Parameter
 
@@ -71,6 +72,13 @@ def initialize(parameter: LocalParameter, seed: int) -> None:
     values = initial_values(parameter.spec, seed, start * width, (start + rows) * width)
     with torch.no_grad():
         parameter.value.copy_(values.view(parameter.value.shape))
+
+
+def load(parameter: LocalParameter, weights: HubWeights) -> None:
+    """Fills this rank's part from published weights; reads little more than that part."""
+    rows, start = _rows(parameter.held)
+    with torch.no_grad():
+        parameter.value.copy_(weights.read(parameter.spec, start, start + rows))
 
 
 def _rows(held: Tensor) -> tuple[int, int]:

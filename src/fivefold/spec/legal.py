@@ -207,14 +207,9 @@ def check_trainable(resolved: Resolved) -> None:
     """Refuses what can be planned and is not trained yet."""
     model, parallel, mesh = resolved.config.model, resolved.config.parallel, resolved.mesh
     lacking = {
-        "mixture of experts": model.experts.count > 0,
+        f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
-        f"model.positions = {model.positions}": model.positions != "rotary",
-        f"model.norm = {model.norm}": model.norm != "rmsnorm",
-        f"model.activation = {model.activation}": model.activation != "swiglu",
-        "biases": model.qkv_bias or model.output_bias,
-        "model.qk_norm": model.qk_norm,
-        "model.embedding_norm": model.embedding_norm,
+        f"model.positions = {model.positions}": model.positions == "alibi",
         "model.dropout": model.dropout > 0,
         f"parallel.pp = {mesh.pp}": mesh.pp > 1,
         f"parallel.cp = {mesh.cp}": mesh.cp > 1,

@@ -10,6 +10,7 @@ from pathlib import Path
 from fivefold.config.errors import BadInput
 from fivefold.config.load import dump
 from fivefold.config.tree import Config, Run
+from fivefold.trainer import shelf
 
 CONFIG, CHECKPOINTS, TOKENIZER, METRICS = "config.toml", "checkpoints", "tokenizer.json", "metrics.jsonl"
 RUNS = Path("runs")
@@ -47,6 +48,21 @@ def check_run(path: Path) -> None:
     directory = path.parent.parent if path.parent.name == CHECKPOINTS else path
     if not os.path.isfile(directory / CONFIG):
         raise BadInput(f"{path}: not a run directory (no {CONFIG}); give the directory that train printed")
+
+
+def find_checkpoint(run: Path) -> tuple[Path, Path]:
+    """The run directory and the checkpoint that a path means: the newest one of a run, or one in it.
+
+    Raises:
+        BadInput: no run, or no checkpoint in it.
+    """
+    if run.parent.name == CHECKPOINTS and run.is_dir():
+        return run.parent.parent, run
+    check_run(run)
+    found = shelf.complete(run / CHECKPOINTS)
+    if not found:
+        raise BadInput(f"{run}: no complete checkpoint yet; wait for one, or train on with --resume")
+    return run, found[-1]
 
 
 def write_run(directory: Path, config: Config, tokenizer: Path, *, resume: bool) -> None:

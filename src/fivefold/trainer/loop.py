@@ -12,11 +12,13 @@ from fivefold.config.load import dump
 from fivefold.data.mixture import Mixture
 from fivefold.ledger.flops import forward_per_token
 from fivefold.nn.generate import generate
+from fivefold.nn.hub.weights import HubWeights
 from fivefold.observe.clock import StepClock
 from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
 from fivefold.observe.metrics import StepMetrics
 from fivefold.observe.observer import Observer
 from fivefold.parallel.apply import ParallelModel, parallelize
+from fivefold.parallel.local import load
 from fivefold.parallel.mesh import device_mesh
 from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
@@ -102,6 +104,11 @@ class Loop:
         if scale and self._has_loss_scale:  # what other types store or need says nothing about fp16's
             self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
         self.saved_step = self.counters.step
+
+    def start_from(self, weights: HubWeights) -> None:
+        """Takes published weights instead of initial values; each rank reads its own parts."""
+        for parameter in self.model.parameters:
+            load(parameter, weights)
 
     def run(self) -> str:
         """Trains until the last step or until a stop is agreed; returns how it ended."""

@@ -41,5 +41,6 @@ class Counters:
 def tensors(model: ParallelModel, optimizer: LocalOptimizer) -> dict[str, Tensor]:
     """Every tensor of the run's state by global name, each sharing storage with the live one."""
     found: dict[str, Tensor] = {f"model.{p.spec.name}": p.held.detach() for p in model.parameters}
+    found |= {f"model.{name}": buffer for name, buffer in model.module.named_buffers()}
     found |= {f"optimizer.{name}": moment for name, moment in optimizer.state().items()}
     return found

@@ -78,7 +78,8 @@ class Stepper:
             loss_sum += self._forward_backward(batch, max(loss_tokens, 1.0))
         with self.recorder.phase("step"), self.clock.measure("communication"):
             square = local_square_norm(self.model.parameters)
-            loss_sum, square = self.agreement.sum(loss_sum, square)
+            counts = self.model.module.take_counts()
+            loss_sum, square, *counts = self.agreement.sum(loss_sum, square, *counts)
         grad_norm = sqrt(square) / self.loss_scale.value
         if inspect is not None:
             inspect(self.model)
@@ -87,6 +88,7 @@ class Stepper:
             with self.clock.measure("compute"):
                 scale = clip_coefficient(grad_norm, self.clip) / self.loss_scale.value
                 self.optimizer.step(learning_rate, scale)
+                self.model.module.balance(counts)
         else:
             with self.recorder.paused():
                 skipped = first_non_finite(self.model, micro_batches)
@@ -101,7 +103,8 @@ class Stepper:
         waited = self.recorder.waited_seconds
         with self.clock.measure("compute"):
             with self.recorder.phase("forward"):
-                loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels)
+                per_sequence = loss_tokens / self.model.sequences
+                loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels, per_sequence)
             with self.recorder.phase("backward"):
                 (loss * self.loss_scale.value / loss_tokens).backward()  # type: ignore[no-untyped-call]
             loss_sum = loss.item()

@@ -13,6 +13,7 @@ from fivefold.config.tree import Config
 from fivefold.data.mixture import Mixture
 from fivefold.data.shards import prepare
 from fivefold.data.store import TokenStore, open_store
+from fivefold.nn.hub.weights import given_weights
 from fivefold.observe.facts import EndFacts, SourceFacts, StartFacts
 from fivefold.observe.observer import open_observer
 from fivefold.observe.progress import PreparationProgress
@@ -72,6 +73,8 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
                 checkpoints.close()
                 return True
             session.from_main(lambda: settled.write(resume))  # not before: a refused resume changes nothing
+        if loop.saved_step is None and (weights := given_weights(config.model)):
+            loop.start_from(weights)
         loop.observer = open_observer(
             settled.config,
             settled.directory,

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-from fivefold.config.errors import BadInput
 from fivefold.config.load import load
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.generate import generate
-from fivefold.trainer import shelf
 from fivefold.trainer.checkpoint import load_tensors
-from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, check_run
+from fivefold.trainer.directory import TOKENIZER, find_checkpoint
 from fivefold.trainer.machine import device
 
 
@@ -19,7 +17,7 @@ def write_text(run: Path, prompt: str, count: int, *, temperature: float, top_k:
     Raises:
         BadInput: no run, or no checkpoint in it.
     """
-    directory, checkpoint = _find(run)
+    directory, checkpoint = find_checkpoint(run)
     config = load(str(directory))
     tokenizer = load_tokenizer(directory / TOKENIZER, config.model.vocab)
     tensors = load_tensors(checkpoint)
@@ -39,14 +37,3 @@ def write_text(run: Path, prompt: str, count: int, *, temperature: float, top_k:
         end_of_text=tokenizer.end_of_text,
     )
     return tokenizer.decode(tokens)
-
-
-def _find(run: Path) -> tuple[Path, Path]:
-    """The run directory and the checkpoint that a path means."""
-    if run.parent.name == CHECKPOINTS and run.is_dir():
-        return run.parent.parent, run
-    check_run(run)
-    found = shelf.complete(run / CHECKPOINTS)
-    if not found:
-        raise BadInput(f"{run}: no complete checkpoint yet; wait for one, or train on with --resume")
-    return run, found[-1]

@@ -1,0 +1,170 @@
+"""A Hugging Face config.json as the model section of a config, and back."""
+
+import json
+import os.path
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from fivefold.config.errors import ConfigError, did_you_mean
+from fivefold.config.families import FAMILIES, REQUIRED, Family, Key, Table
+from fivefold.config.tree import Experts, Model
+
+CONFIG_JSON = "config.json"
+_ROPE_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_context": "original_max_position_embeddings",
+}
+"""Keys of `tree.RopeScaling`, and theirs."""
+
+
+def read_config_json(path: str | Path) -> Table:
+    """The config.json that `path` is, or that is in the directory `path`.
+
+    Raises:
+        ConfigError: in one line: there is none, or it is not JSON, or of a family that is not known.
+    """
+    file = Path(path).expanduser()
+    if os.path.isdir(file):
+        file = file / CONFIG_JSON
+    try:
+        theirs = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # also of text that is not UTF-8
+        raise ConfigError(f"{file}: not JSON: {error}") from None
+    if not isinstance(theirs, dict) or not isinstance(theirs.get("model_type"), str):
+        raise ConfigError(f'{file}: no Hugging Face config.json (it has no "model_type")')
+    if theirs["model_type"] not in FAMILIES:
+        known = did_you_mean(theirs["model_type"], FAMILIES)
+        raise ConfigError(f'{file}: model_type "{theirs["model_type"]}" is not known here; {known}')
+    return theirs
+
+
+def model_table(theirs: Table) -> Table:
+    """The model section that a config.json describes, as `config.load` merges it.
+
+    Raises:
+        ConfigError: a key is missing, or says something that the decoder does not compute.
+    """
+    family = FAMILIES[theirs["model_type"]]
+    if problem := next(_not_computed(theirs, family), None):
+        raise ConfigError(f'config.json of a "{theirs["model_type"]}": {problem}')
+    found: Table = {}
+    for ours, value in (family.implied | {key.ours: _value(theirs, key) for key in family.keys}).items():
+        section, _, name = ours.rpartition(".")
+        (found.setdefault(section, {}) if section else found)[name] = value
+    if family.rope_theta:
+        found |= _rotary(theirs, family)
+    return found
+
+
+def read_model(path: str | Path) -> Model:
+    """The model that a config.json, or the one in a directory, describes.
+
+    Raises:
+        ConfigError: as `read_config_json` and `model_table` do, or a value is of the wrong type.
+    """
+    try:
+        return msgspec.convert(model_table(read_config_json(path)), Model)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def config_json(model: Model) -> Table | None:
+    """The config.json of the first family that computes exactly `model`; None where none does."""
+    for model_type, family in FAMILIES.items():
+        theirs = _written(model, model_type, family)
+        try:
+            again = msgspec.convert(model_table(theirs), Model)
+        except (ConfigError, msgspec.ValidationError):
+            continue
+        if _computed(again) == _computed(model):
+            return theirs
+    return None
+
+
+def _not_computed(theirs: Table, family: Family) -> Iterator[str]:
+    for name, values in family.accepted.items():
+        if name in theirs and theirs[name] not in values:
+            yield _refusal(name, theirs[name], [json.dumps(value) for value in values])
+    for key in family.keys:
+        given = [name for name in key.theirs if theirs.get(name) is not None]
+        if not given and key.default is REQUIRED:
+            yield f"{key.theirs[0]} is missing"
+        for name in given:
+            if key.values and str(theirs[name]) not in key.values:
+                yield _refusal(name, theirs[name], key.values)
+    rope_type = _rope(theirs)["rope_type"]
+    if family.rope_theta and rope_type not in family.rope_types:
+        yield _refusal("rope_type", rope_type, family.rope_types)
+
+
+def _refusal(name: str, value: Any, computed: Iterable[str]) -> str:
+    return f"{name} = {json.dumps(value)}: not computed here; expected {' or '.join(computed)}"
+
+
+def _value(theirs: Table, key: Key) -> Any:
+    for name in key.theirs:
+        if theirs.get(name) is not None:
+            return key.values.get(theirs[name], theirs[name]) if key.values else theirs[name]
+    return key.default(theirs) if callable(key.default) else key.default
+
+
+def _rope(theirs: Table) -> Table:
+    """`rope_parameters`, which older files call `rope_scaling` (and its `rope_type` only `type`)."""
+    found = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    return {"rope_type": found.get("type", "default"), **found}
+
+
+def _rotary(theirs: Table, family: Family) -> Table:
+    rope = _rope(theirs)
+    theta = rope.get("rope_theta") or theirs.get("rope_theta") or family.rope_theta
+    if rope["rope_type"] != "llama3":
+        return {"rope_theta": theta}
+    return {
+        "rope_theta": theta,
+        "rope_scaling": {ours: rope[name] for ours, name in _ROPE_SCALING.items() if name in rope},
+    }
+
+
+def _written(model: Model, model_type: str, family: Family) -> Table:
+    """What config.json says of `model` if it is of this family."""
+    ours = msgspec.to_builtins(model)
+    theirs: Table = {"architectures": [family.architecture], "model_type": model_type}
+    for key in family.keys:
+        section, _, name = key.ours.rpartition(".")
+        value = (ours[section] if section else ours)[name]
+        theirs[key.theirs[0]] = next((word for word, means in key.values.items() if means == value), value)
+    if family.rope_theta:
+        theirs["rope_theta"] = model.rope_theta
+        if scaling := ours["rope_scaling"]:
+            written = {name: scaling[key] for key, name in _ROPE_SCALING.items()}
+            theirs["rope_scaling"] = {"rope_type": "llama3", **written}
+    return theirs
+
+
+def _computed(model: Model) -> Model:
+    """`model` without what does not change its logits."""
+    experts = model.experts
+    if not experts.count:
+        experts = Experts()
+    elif not experts.router_bias:
+        experts = replace(experts, bias_update_rate=0.0)
+    dense = not experts.count or experts.dense_layers > 0
+    rotary = model.positions == "rotary"
+    return replace(
+        model,
+        preset="",
+        path="",
+        ffn=model.ffn if dense else 0,
+        experts=experts,
+        rope_theta=model.rope_theta if rotary else 1.0,
+        rope_scaling=model.rope_scaling if rotary else None,
+        dropout=0.0,
+    )
