@@ -12,11 +12,14 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 train: $(VENV)/train
 	$(BIN)/fivefold train quickstart
 
+# Two workers, one file at a time each: a file starts its ranks once.
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadfile
+
 test: $(VENV)/dev lint
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-full: $(VENV)/dev lint
-	$(BIN)/pytest -m 'full or not full'
+	$(PYTEST) -m 'full or not full'
 
 lint: $(VENV)/dev
 	$(BIN)/ruff format --check

@@ -1,7 +1,6 @@
 """The search equals brute force on spaces small enough to enumerate, is fast on large ones, and says why."""
 
 from pathlib import Path
-from time import process_time
 
 import msgspec
 import pytest
@@ -116,12 +115,11 @@ def test_all_combinations_of_axes_plan() -> None:
                 assert found.searched == 0 or found.tightest is not None
 
 
-def test_llama_405b_on_16384_devices_is_fast(tmp_path: Path) -> None:
-    """All axes free: under 2 s of one core (counted in processor time: test machines are shared)."""
+def test_llama_405b_on_16384_devices_simulates_next_to_nothing(tmp_path: Path) -> None:
+    """All axes free: millions of layouts, of which bounds leave few to simulate (benchmarks/plan.py times it)."""
     (tmp_path / "c.toml").write_text('[model]\npreset = "llama3-405b"\n')
     model = load(str(tmp_path / "c.toml")).model
-    wished = Wish(model, hardware.preset("2048x8 h100"), 2048, 8192, "bf16", 2, STACK)
-    start = process_time()
-    found = search(wished)
+    found = search(Wish(model, hardware.preset("2048x8 h100"), 2048, 8192, "bf16", 2, STACK))
     assert found.ranking
-    assert process_time() - start < 4.0  # twice the bar: hyper-threads of a busy machine halve the speed
+    assert found.searched > 5_000_000
+    assert found.simulated < 200
