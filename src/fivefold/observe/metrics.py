@@ -25,7 +25,7 @@ class StepMetrics:
         grad_norm: norm of the whole gradient before clipping.
         lr: learning rate this step was made with.
         seconds: wall seconds of this step by place (`StepClock.lap`); their sum is `step_seconds`.
-        memory_bytes: the largest rank's allocator peak on a GPU, high-water resident set on a CPU.
+        memory_bytes: rank 0's allocator peak on a GPU, high-water resident set on a CPU.
         mfu: model FLOP/s as a part of the peak, in [0, 1]; None when no peak is known.
         loss_scale: fp16's loss scale; None for every other precision.
         skipped: the update was not applied, because the gradient was not finite.
