@@ -13,7 +13,7 @@ from fivefold.config.tree import Model
 from fivefold.ledger import hardware
 from fivefold.ledger.job import Stack
 from fivefold.planner.search import search
-from fivefold.planner.space import Wish
+from fivefold.planner.space import Wish, size
 
 PRESET = files("fivefold") / "presets" / "models" / "llama3-405b.toml"
 
@@ -26,7 +26,7 @@ def main() -> None:
     found = search(wished)
     wall, processor = perf_counter() - wall, process_time() - processor
     print(
-        f"{found.searched:,} layouts, {found.simulated} simulated: {wall:.2f} s ({processor:.2f} s of one core)"
+        f"{size(wished):,} layouts, {found.simulated} simulated: {wall:.2f} s ({processor:.2f} s of one core)"
     )
 
 
