@@ -17,11 +17,12 @@ from fivefold.config.tree import Data, Source
 from fivefold.data import documents, encode, tokenizer
 from fivefold.data.check import check_data
 from fivefold.data.mixture import Mixture
-from fivefold.data.rows import IGNORED, _best_fit
+from fivefold.data.rows import _best_fit
 from fivefold.data.samples import Samples
 from fivefold.data.shards import prepare
 from fivefold.data.source import DataError
 from fivefold.data.store import TokenStore
+from fivefold.nn.loss import IGNORED
 
 TEXTS = ["A cat.\nA dog.", "é 日本語 🙂", 'quotes " and \\', "x" * 50]
 END, MARKS = 256, ("<|im_start|>", "<|im_end|>")

@@ -19,11 +19,11 @@ from fivefold.config.load import parse
 from fivefold.config.tree import Data, Source
 from fivefold.data.check import check_data
 from fivefold.data.mixture import Mixture
-from fivefold.data.rows import IGNORED
 from fivefold.data.shards import prepare
 from fivefold.data.source import DataError
 from fivefold.data.store import TokenStore
 from fivefold.data.turns import Turns
+from fivefold.nn.loss import IGNORED
 from fivefold.spec.legal import resolve_config
 
 WEIGHTS = st.lists(

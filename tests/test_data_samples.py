@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from fivefold.config.tree import Data
 from fivefold.data.mixture import Mixture
 from fivefold.data.permutation import permute
-from fivefold.data.rows import IGNORED, Batch
+from fivefold.data.rows import Batch
 from fivefold.data.samples import Samples
 from fivefold.data.shards import ShardWriter, prepare
 from fivefold.data.source import DataError
 from fivefold.data.store import FORMAT, Manifest, TokenStore, token_dtype
+from fivefold.nn.loss import IGNORED
 
 END = 0
 

@@ -7,11 +7,12 @@ import torch
 from numpy.typing import NDArray
 
 from fivefold.config.tree import Data
-from fivefold.data.rows import IGNORED, Batch
+from fivefold.data.rows import Batch
 from fivefold.data.samples import Samples
 from fivefold.data.source import sources
 from fivefold.data.store import TokenStore
 from fivefold.data.turns import Turns
+from fivefold.nn.loss import IGNORED
 
 SEEDS_APART = 0x9E3779B97F4A7C15  # odd, from the golden ratio: sources of one size go through it differently
 

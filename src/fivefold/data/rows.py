@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from fivefold.data.store import TokenStore
+from fivefold.nn.loss import IGNORED
 
-IGNORED = -100  # label that no loss counts; torch's cross_entropy ignores it by default
 OPEN_ROWS = 256  # that the next conversation may join: some 98 % of all places are filled then
 _CHUNK = 1 << 22  # numbers read at a time where all of a stream are looked at
 

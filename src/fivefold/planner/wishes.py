@@ -5,7 +5,7 @@ import msgspec
 from fivefold.config.errors import ConfigError
 from fivefold.config.tree import Config, Parallel
 from fivefold.ledger.job import Job
-from fivefold.planner.document import layout_of
+from fivefold.planner.document import LAYOUT, layout_of
 from fivefold.planner.jobs import ITEMSIZES, hardware_of, stack_of
 from fivefold.planner.space import Wish, nearest_divisors
 from fivefold.spec.legal import check_model
@@ -24,7 +24,7 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     hardware = hardware_of(config)
     fixed = {
         key: getattr(config.parallel, key)
-        for key in layout_keys()
+        for key in LAYOUT
         if f"parallel.{key}" in written and getattr(config.parallel, key) != -1
     }
     if "batch.micro_batch" in written:
@@ -47,23 +47,6 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
         stack=stack_of(config, hardware),
         fixed=fixed,
         context=config.parallel.context,
-    )
-
-
-def layout_keys() -> tuple[str, ...]:
-    """Keys of [parallel] that the search moves."""
-    return (
-        "pp",
-        "dp_replicate",
-        "dp_shard",
-        "cp",
-        "tp",
-        "ep",
-        "zero",
-        "sequence_parallel",
-        "schedule",
-        "chunks",
-        "recompute",
     )
 
 
