@@ -24,14 +24,29 @@ def cross_entropy_sum(
     Exact, in at least float32. The loss is linear in its incoming gradient, so the gradients are computed
     while a chunk's logits are at hand: three matmuls in all, none of them twice.
 
+    Over a shard of the vocabulary no rank sees another's logits: what passes between them is, for each token, the
+    logarithm of a rank's sum of exponentials, and the label's logit from the rank that holds it. The loss is then
+    the whole one on every rank, and the gradient of `hidden` a part, to be summed over the ranks.
+
     Args:
-        hidden: `[tokens, hidden]`.
-        weight: the head, `[vocabulary, hidden]`.
+        hidden: `[tokens, hidden]`, all tokens.
+        weight: the head, `[vocabulary, hidden]`, or those rows of it that `shard` says.
         labels: `[tokens]`, int64.
+        shard: the rows of the vocabulary that this rank holds; None = all.
 
     Returns:
         A scalar in float32, or float64 for float64 weights.
+
+    Raises:
+        ValueError: what is given is sharded otherwise, or is logits.
     """
+    if hidden.dim() != 2 or hidden.shape[1] != weight.shape[1] or len(hidden) != len(labels):
+        raise ValueError(
+            f"the loss takes the head's input, [{len(labels)} tokens, {weight.shape[1]} hidden], and makes the "
+            f"logits itself; got {list(hidden.shape)}"
+        )
+    if shard is not None:
+        shard.check(weight)
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _CrossEntropySum.apply(hidden, weight, labels, shard, needs_gradient)  # type: ignore[no-any-return,no-untyped-call]
 
