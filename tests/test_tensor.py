@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor
 
+from fivefold.config.tree import Config, Experts
 from fivefold.nn.loss import IGNORED, cross_entropy_sum
 from fivefold.nn.vocabulary import Embedding, VocabularyShard, head_logits
 from fivefold.parallel.tensor import vocabulary_shard
 from fivefold.proof.error import errors
 from ranks import Ranks
+from test_decoder import GPT2
+from test_parity import check, check_replicas, worst_by_kind
+from test_parity_families import leave_out_key_biases
+from toy import MODEL, reference, toy_config, train_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +86,9 @@ def vocabulary_errors(rank: int, world_size: int, vocab: int, tokens: int) -> di
     return errors(found, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(("vocab", "tokens"), [(53, 40), (5, 12), (2, 7), (4099, 2100)])
+@pytest.mark.parametrize(
+    ("world_size", "vocab", "tokens"), [(3, 53, 40), (4, 5, 12), (3, 2, 7), (2, 4099, 2100)]
+)
 def test_a_vocabulary_in_rows_over_ranks(ranks: Ranks, world_size: int, vocab: int, tokens: int) -> None:
     """Prime, smaller than its ranks allow (the last hold none), and with logits of more than one chunk."""
     for found in ranks.run(vocabulary_errors, vocab, tokens, world_size=world_size):
@@ -110,3 +118,67 @@ def test_what_is_sharded_otherwise_is_refused(ranks: Ranks) -> None:
     """Logits of the whole vocabulary taken for a rank's would shift the loss by log tp and look right."""
     for said in ranks.run(refusals, world_size=2):
         assert len(said) == 4
+
+
+QWEN2: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "tied": True}
+THIRDS: dict[str, Any] = {"heads": 6, "kv_heads": 3, "ffn": 42, "vocab": 53}
+ROUTED = Experts(count=4, top_k=2, ffn=12, auxiliary_loss=0.05)
+GATED = replace(ROUTED, shared_ffn=20, shared_gate=True, router="sigmoid", router_bias=True, dense_layers=1)
+BY_RUNS: dict[str, Any] = {"sequence_parallel": True}
+TWICE: dict[str, Any] = {"tp": 2, "micro_batch": 2, "global_batch": 8}
+
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, config, model
+    "tp 2": (2, TWICE, {}),
+    "tp 2 sp, grouped heads normed": (2, TWICE | BY_RUNS | {"recompute": "attention"}, {"qk_norm": True}),
+    "tp 3, gpt2": (3, {"tp": 3}, GPT2 | THIRDS | {"kv_heads": 6}),
+    "tp 3 sp, tokens that do not divide, prime vocabulary": (3, {"tp": 3, "sequence": 7} | BY_RUNS, THIRDS),
+    "tp 4, KV heads twice each, ranks without vocabulary": (4, {"tp": 4}, {"vocab": 5, "qk_norm": True}),
+    "tp 4 sp, one KV head, biases": (
+        4,
+        {"tp": 4, "sequence": 7, "recompute": "elementwise"} | BY_RUNS,
+        QWEN2 | {"kv_heads": 1},
+    ),
+    "tp 2 sp, learned positions": (2, TWICE | BY_RUNS | {"sequence": 7, "recompute": "full"}, GPT2),
+    "tp 2 × dp 2, experts": (4, TWICE, {"experts": ROUTED}),
+    "tp 2 sp × dp 2 zero 1, experts, shared, balanced": (
+        4,
+        TWICE | BY_RUNS | {"zero": 1, "recompute": "full"},
+        {"experts": GATED, "output_bias": True},
+    ),
+    "tp 2 × dp 2 zero 2, gpt2": (4, TWICE | {"zero": 2, "recompute": "elementwise"}, GPT2),
+    "tp 2 sp × dp 2 zero 3, biases": (4, TWICE | BY_RUNS | {"zero": 3}, QWEN2 | {"kv_heads": 1}),
+    "tp 2 sp × dp 2 zero 3 float32": (4, TWICE | BY_RUNS | {"zero": 3, "dtype": "float32"}, {}),
+}
+
+
+def case(name: str) -> tuple[int, Config]:
+    world_size, options, change = CASES[name]
+    config = toy_config(**{"global_batch": 4, "steps": 3} | options)
+    return world_size, replace(config, model=replace(MODEL, **change))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layouts_equal_one_process(ranks: Ranks, name: str) -> None:
+    world_size, config = case(name)
+    results = ranks.run(train_on_ranks, config, world_size=world_size)
+    check_replicas(results)
+    found, expected = results[0], reference(config)
+    if config.model.positions == "learned":
+        for result in (found, expected):
+            leave_out_key_biases(result)
+    check(found, expected, 1e-5 if config.precision.dtype == "float32" else 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "options"), [("bf16", {}), ("bf16", BY_RUNS), ("fp16", BY_RUNS)])
+def test_half_precision_differs_no_more_than_a_permutation_does(
+    ranks: Ranks, dtype: str, options: dict[str, Any]
+) -> None:
+    """At most 3 × what one process shows when the rows of its micro-batches are permuted."""
+    alone = toy_config(dtype=dtype, global_batch=8, micro_batch=2)
+    expected, *others = (ranks.run(train_on_ranks, alone, seed, world_size=1)[0] for seed in range(4))
+    permuted = [worst_by_kind(other, expected) for other in others]
+    config = toy_config(dtype=dtype, **TWICE | options)
+    results = ranks.run(train_on_ranks, config, world_size=2)
+    check_replicas(results)
+    for kind, error in worst_by_kind(results[0], expected).items():
+        assert error <= 3 * max(other[kind] for other in permuted), f"{kind}: {error:.1e}"

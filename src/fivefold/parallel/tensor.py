@@ -11,33 +11,34 @@ the last runs, which no region sees and no gradient comes from.
 The functions below communicate and have no weights: schedules that split backward run a node with weights twice.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from fivefold.config.tree import Parallel
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.region import Projection, Region
 from fivefold.nn.vocabulary import Embedding, VocabularyShard
-from fivefold.spec.layout import vocabulary_rows
+from fivefold.parallel.local import LocalParameter
+from fivefold.parallel.mesh import Groups
+from fivefold.spec.layout import gradient_ranks
+from fivefold.spec.legal import Resolved
+from fivefold.spec.parts import shard_range
 
 
-def apply_tensor_parallel(
-    decoder: Decoder, group: dist.ProcessGroup, *, sequence_parallel: bool, keeps_projections: bool
-) -> None:
-    """Makes `decoder`, whose parameters are this rank's parts, compute in regions over `group`.
-
-    Args:
-        keeps_projections: the outputs of projections are kept for backward (recompute "elementwise"), so they
-            must not be summed in place.
-    """
+def apply_tensor_parallel(decoder: Decoder, group: dist.ProcessGroup, layout: Parallel) -> None:
+    """Makes `decoder`, whose parameters are this rank's parts, compute in regions over `group`."""
+    # What recomputation keeps, here the outputs of projections, must not be summed in place.
+    in_place = layout.recompute != "elementwise"
 
     def region_of(shape: tuple[int, int]) -> Region:
-        if sequence_parallel:
+        if layout.sequence_parallel:
             return SequenceParallelRegion(group, shape)
-        return TensorParallelRegion(group, in_place=not keeps_projections)
+        return TensorParallelRegion(group, in_place=in_place)
 
     decoder.region_of = region_of
     decoder.region_ranks = group.size()
@@ -52,13 +53,41 @@ def apply_tensor_parallel(
 
 def vocabulary_shard(vocab: int, group: dist.ProcessGroup) -> VocabularyShard:
     """This rank's rows of a vocabulary."""
-    runs = [vocabulary_rows(vocab, group.size(), rank) for rank in range(group.size())]
-    own = runs[group.rank()]
+    first, end = shard_range(vocab, group.size(), group.rank())
+    most = shard_range(vocab, group.size(), 0)[1]
 
     def gather(tensor: Tensor) -> Tensor:
         return _all_gather(tensor.contiguous(), group).view(group.size(), *tensor.shape)
 
-    return VocabularyShard(own.start, len(own), len(runs[0]), vocab, gather)
+    return VocabularyShard(first, end - first, most, vocab, gather)
+
+
+class PartialGradients:
+    """The gradients of which each rank of tp computes a part: summed once a step, after the data axes have."""
+
+    def __init__(self, resolved: Resolved, groups: Groups, parameters: Sequence[LocalParameter]) -> None:
+        model, layout, tp = resolved.config.model, resolved.config.parallel, resolved.mesh.tp
+        self._sums: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        for group in dict.fromkeys((groups.tp, groups.tp_copies)):
+            if group is not None:
+                values = [
+                    p.value
+                    for p in parameters
+                    if gradient_ranks(model, p.spec.name, tp, layout.sequence_parallel) == group.size()
+                ]
+                self._sums.append((group, values))
+
+    def sum(self) -> None:
+        """One all-reduce a group. Collective over tp."""
+        for group, values in self._sums:
+            gradients = [value.grad for value in values if value.grad is not None]
+            if not gradients:
+                continue
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=group)
+            totals = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, total in zip(gradients, totals, strict=True):
+                gradient.copy_(total.view_as(gradient))
 
 
 class TensorParallelRegion(Region):

@@ -82,13 +82,6 @@ def placements(model: Model, name: str) -> dict[Axis, Placement]:
     return next((axes for pattern, axes in table(model) if fnmatchcase(name, pattern)), {})
 
 
-def vocabulary_rows(vocab: int, ranks: int, rank: int) -> range:
-    """The rows of the vocabulary that a rank of tp holds: runs of ceil(vocab / ranks); the last may have fewer, or
-    none."""
-    most = -(-vocab // ranks)
-    return range(min(rank * most, vocab), min((rank + 1) * most, vocab))
-
-
 _COMPUTED_IN_PART: tuple[tuple[str, bool], ...] = (  # pattern; whether only with sequence parallel
     ("*.attention.query_norm.*", False),
     ("*.attention.key_norm.*", False),
