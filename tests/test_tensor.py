@@ -11,7 +11,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
 
-from fivefold.config.tree import Config, Experts
+from fivefold.config.tree import Config, Experts, Precision
 from fivefold.nn.loss import IGNORED, cross_entropy_sum
 from fivefold.nn.vocabulary import Embedding, VocabularyShard, head_logits
 from fivefold.parallel.tensor import vocabulary_shard
@@ -135,7 +135,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, confi
     "tp 4, KV heads twice each, ranks without vocabulary": (4, {"tp": 4}, {"vocab": 5, "qk_norm": True}),
     "tp 4 sp, one KV head, biases": (
         4,
-        {"tp": 4, "sequence": 7, "recompute": "elementwise"} | BY_RUNS,
+        {"tp": 4, "sequence": 9, "recompute": "elementwise"} | BY_RUNS,
         QWEN2 | {"kv_heads": 1},
     ),
     "tp 2 sp, learned positions": (2, TWICE | BY_RUNS | {"sequence": 7, "recompute": "full"}, GPT2),
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, confi
 
 def case(name: str) -> tuple[int, Config]:
     world_size, options, change = CASES[name]
-    config = toy_config(**{"global_batch": 4, "steps": 3} | options)
+    config = toy_config(**{"global_batch": 4, "steps": 2} | options)
     return world_size, replace(config, model=replace(MODEL, **change))
 
 
@@ -169,16 +169,17 @@ def test_layouts_equal_one_process(ranks: Ranks, name: str) -> None:
     check(found, expected, 1e-5 if config.precision.dtype == "float32" else 1e-12)
 
 
-@pytest.mark.parametrize(("dtype", "options"), [("bf16", {}), ("bf16", BY_RUNS), ("fp16", BY_RUNS)])
-def test_half_precision_differs_no_more_than_a_permutation_does(
-    ranks: Ranks, dtype: str, options: dict[str, Any]
-) -> None:
-    """At most 3 × what one process shows when the rows of its micro-batches are permuted."""
-    alone = toy_config(dtype=dtype, global_batch=8, micro_batch=2)
-    expected, *others = (ranks.run(train_on_ranks, alone, seed, world_size=1)[0] for seed in range(4))
-    permuted = [worst_by_kind(other, expected) for other in others]
-    config = toy_config(dtype=dtype, **TWICE | options)
-    results = ranks.run(train_on_ranks, config, world_size=2)
-    check_replicas(results)
-    for kind, error in worst_by_kind(results[0], expected).items():
-        assert error <= 3 * max(other[kind] for other in permuted), f"{kind}: {error:.1e}"
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_is_as_far_from_the_truth_as_one_process(ranks: Ranks, dtype: str) -> None:
+    """Each rank's part of a sum is rounded, which no permutation of rows in one process does: so what is compared is
+    how far either is from float64."""
+    alone = toy_config(dtype=dtype, global_batch=8, micro_batch=2, steps=3)
+    truth = reference(replace(alone, precision=Precision(dtype="float64")))
+    usual = worst_by_kind(ranks.run(train_on_ranks, alone, world_size=1)[0], truth)
+    assert usual["weight"] > 1e-4, f"{dtype} was not used"
+    for options in ({}, BY_RUNS):
+        results = ranks.run(train_on_ranks, toy_config(dtype=dtype, steps=3, **TWICE | options), world_size=2)
+        check_replicas(results)
+        for kind, error in worst_by_kind(results[0], truth).items():
+            if kind != "gradient" or dtype != "fp16":  # that one is scaled
+                assert error <= 1.5 * usual[kind], f"{options} {kind}: {error:.1e}, usual {usual[kind]:.1e}"

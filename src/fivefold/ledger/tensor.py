@@ -124,8 +124,8 @@ def in_part(model: Model, tp: int, sequence_parallel: bool, shards: int) -> InPa
         if (ranks := gradient_ranks(model, parameter.name, tp, sequence_parallel)) == 1:
             continue
         rows, width = parameter.shape[0], parameter.numel // parameter.shape[0]
-        if "tp" in placements(model, parameter.name):  # one KV head's
-            rows //= model.kv_heads
+        if "tp" in placements(model, parameter.name):
+            rows //= model.kv_heads  # one head's
         if parameter.layer is None:
             kind = 3 if parameter.name.startswith("norm.") else 0
         else:
