@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.config.tree import Model
-from fivefold.ledger import activations, data, flops, pipeline
+from fivefold.ledger import activations, data, flops, pipeline, tensor
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.roofline import stream_seconds
@@ -168,6 +168,7 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     groups = data.Groups(share, layers, max(1, count + rest), max(1, count))
     found = data.exposed(job, data.rows(job, groups), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
+    found += tensor.gradient_rows(job, [stage.content for stage in own])
     found += data.agreements(job)
     return Tail(sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found))
 

@@ -36,6 +36,9 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         chunked_loss=True,
         fused_loss=True,
         early_stop=True,
+        keep_gathered=True,
+        reruns_traffic=True,
+        sums_in_part=True,
         overlap_gradients=True,
         overlap_parameters=True,
     )

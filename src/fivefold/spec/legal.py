@@ -213,7 +213,6 @@ def check_trainable(resolved: Resolved) -> None:
         "model.dropout": model.dropout > 0,
         f"parallel.pp = {mesh.pp}": mesh.pp > 1,
         f"parallel.cp = {mesh.cp}": mesh.cp > 1,
-        f"parallel.tp = {mesh.tp}": mesh.tp > 1,
         f"parallel.ep = {parallel.ep}": parallel.ep > 1,
         f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
     }
