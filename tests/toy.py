@@ -104,8 +104,7 @@ def start_group(wrapped: bool = True) -> Recorder:
 
 def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
     config, rank = resolved.config, dist.get_rank() if dist.is_initialized() else 0
-    layout = config.parallel
-    on_axes = groups(resolved.mesh, layout.ep, layout.zero, config.model.kv_heads, rank)
+    on_axes = groups(resolved, rank)
     model = parallelize(resolved, on_axes, rank, CPU)
     optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
     clip, scale = resolved.config.optimizer.clip, LossScale.of(resolved.config.precision)

@@ -57,8 +57,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
-        layout = config.parallel
-        on_axes = groups(self.resolved.mesh, layout.ep, layout.zero, config.model.kv_heads, session.rank)
+        on_axes = groups(self.resolved, session.rank)
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
