@@ -46,6 +46,8 @@ class Stack:
         early_stop: full recompute of a layer ends before its last product, whose output nothing needs (torch's
             non-reentrant checkpoint).
         keep_gathered: sequence parallel keeps the gathered inputs of its matmuls, not their shards.
+        reruns_traffic: what recomputation receives again is in the rows, not only in its seconds.
+        ring_gradient: bytes of a gradient of keys and values on the ring; 0 = as an activation.
         dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
             same kernel (DeepEP, HybridEP); otherwise once per expert.
         bucket_bytes: flat buffers that gradients and parameters pass through on the wire (DeepSpeed: two of 5e8
@@ -76,6 +78,8 @@ class Stack:
     keep_every: int = 1
     early_stop: bool = False
     keep_gathered: bool = False
+    reruns_traffic: bool = False
+    ring_gradient: int = 0
     dispatch_once: bool = False
     bucket_bytes: float = 0.0
     graphs: bool = False

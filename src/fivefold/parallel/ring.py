@@ -38,7 +38,8 @@ class Ring:
         kv_heads = key.shape[1]
         documents = blocked.per_head(segments.documents, kv_heads)
         few = self.cut.length * self.cut.most <= KEPT_SEQUENCE**2
-        keep = query.device.type == "cpu" and few and not self.recompute
+        exact = query.dtype in (torch.float32, torch.float64)
+        keep = query.device.type == "cpu" and exact and few and not self.recompute
         flat = blocked.grouped(query, kv_heads), key.flatten(0, 1), value.flatten(0, 1)
         out: Tensor = _RingAttention.apply(*flat, self.cut, documents, keep)  # type: ignore[no-untyped-call]
         return out.view(query.shape)

@@ -27,7 +27,8 @@ class Ulysses:
         parts = [self._by_rank(x) for x in (query, key, value)]
         heads = [part.shape[2] for part in parts]
         whole: Tensor = _GatherSequence.apply(torch.cat(parts, dim=2), self.cut)  # type: ignore[no-untyped-call]
-        out = self.core(*torch.split(whole, heads, dim=1), segments)
+        query, key, value = torch.split(whole, heads, dim=1)
+        out = self.core(query, key, value, segments)
         back: Tensor = _ScatterSequence.apply(out, self.cut)  # type: ignore[no-untyped-call]
         return back.transpose(0, 1).flatten(1, 2)
 
