@@ -77,7 +77,7 @@ def _scores(job: Job, core: Core) -> float:
         return float(core.batch * core.heads * pairs * job.itemsize) + (1 + job.cp) * _normalizers(job, core)
     if job.stack.attention == "blocked":
         heads, sequence = (core.heads / job.cp, core.keys) if job.cp > 1 else (core.heads, core.queries)
-        return core.batch * heads * _causal_pairs(sequence) * job.itemsize
+        return float(core.batch * heads * _causal_pairs(sequence) * job.itemsize)
     if job.stack.attention != "unfused":
         return 4.0 * core.batch * core.heads * core.queries
     pairs = float(core.batch * core.heads * core.queries * core.keys)
