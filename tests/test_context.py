@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.config.tree import Parallel
 from fivefold.nn.attention import Segments, causal_attention
 from fivefold.parallel.context import context_core
 from fivefold.parallel.cut import Cut
@@ -76,7 +77,8 @@ def cut_up(rank: int, _: int, case: Case, cp: int) -> list[Tensor]:
     group = dist.new_group(list(range(cp)), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     cut = Cut(group, case.kind, case.length)
-    core = context_core(cut, causal_attention, not case.keep)
+    parallel = Parallel(context=case.kind, recompute="none" if case.keep else "attention")
+    core = context_core(group, parallel, causal_attention)
     inputs, slope, segments = data(case)
     places = torch.cat([torch.arange(*span) for span in cut.spans(rank)])
     own = [x[:, :, places].requires_grad_() for x in inputs]

@@ -130,7 +130,7 @@ def train_on_ranks(
     for step in range(config.run.steps):
         recorder.clear()
         rows = permuted(global_batch(config, step), permutation)
-        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU)
+        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU, resolved.spans(rank))
         lr = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         with nullcontext() if wrapped else DispatchRecorder(recorder):
             result = stepper.step(share, lr, FLAGS, keep_gradients)

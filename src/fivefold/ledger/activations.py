@@ -90,7 +90,7 @@ def _causal_pairs(sequence: int) -> float:
         return sequence * (sequence + BLOCK) / 2
     ends = [*range(BLOCK, sequence, BLOCK), sequence]
     starts = range(0, sequence, BLOCK)
-    return sum((end - start) * end for start, end in zip(starts, ends, strict=True))
+    return float(sum((end - start) * end for start, end in zip(starts, ends, strict=True)))
 
 
 def _normalizers(job: Job, core: Core) -> float:

@@ -58,7 +58,7 @@ class Experts(nn.Module):
         rows = self.exchange(self._compute, rows, counts)
         back = torch.empty_like(by_expert)
         back[by_expert] = torch.arange(len(by_expert), device=x.device)
-        weighted: Tensor = rows[back].view(tokens, top_k, -1) * choice.weights.unsqueeze(-1)
+        weighted: Tensor = rows[back].view(tokens, top_k, x.shape[1]) * choice.weights.unsqueeze(-1)
         return weighted.sum(dim=1)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """How sequences are cut over the ranks of a context-parallel group."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -10,9 +8,6 @@ from torch import Tensor
 
 from fivefold.nn.attention import Segments
 from fivefold.spec.sequence import Kind, Span, most_tokens, spans
-
-Core: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
-"""An attention core, as `nn.attention.causal_attention`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +17,14 @@ class Cut:
     group: dist.ProcessGroup
     kind: Kind
     length: int
+
+    @staticmethod
+    def of_whole(group: dist.ProcessGroup, kind: Kind, query: Tensor, segments: Segments) -> "Cut | None":
+        """How the sequences that `segments` tells of are cut; None where `query` `[batch, heads, tokens, head_dim]`
+        holds all of them (generation: every rank runs the whole text)."""
+        batch, _, tokens, _ = query.shape
+        length = sum(segments.lengths) // batch
+        return Cut(group, kind, length) if tokens < length else None
 
     @property
     def cp(self) -> int:

@@ -16,32 +16,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from fivefold.nn import blocked_attention as blocked
-from fivefold.nn.attention import KEPT_SEQUENCE, Segments
+from fivefold.nn.attention import KEPT_SEQUENCE, Core, Segments
 from fivefold.nn.blocked_attention import Piece, Visible
 from fivefold.parallel.cut import Cut
 from fivefold.spec.sequence import front_tokens
 
 
 class Ring:
-    """Ring attention. With `recompute_attention` no probabilities are kept, so that backward computes them again
-    and sends no more than without."""
+    """Ring attention over `group`, and `core` where a rank has whole sequences.
 
-    def __init__(self, cut: Cut, recompute_attention: bool) -> None:
-        self.cut = cut
+    With `recompute_attention` no probabilities are kept, so that backward computes them again and sends no more
+    than without.
+    """
+
+    def __init__(self, group: ProcessGroup, core: Core, recompute_attention: bool) -> None:
+        self.group = group
+        self.core = core
         self.recompute = recompute_attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """query and the result `[batch, heads, tokens, head_dim]`, key and value `[batch, kv_heads, tokens,
         head_dim]`: this rank's tokens; `segments` of whole sequences."""
+        cut = Cut.of_whole(self.group, "ring", query, segments)
+        if cut is None:
+            return self.core(query, key, value, segments)
         kv_heads = key.shape[1]
         documents = blocked.per_head(segments.documents, kv_heads)
-        few = self.cut.length * self.cut.most <= KEPT_SEQUENCE**2
+        few = cut.length * cut.most <= KEPT_SEQUENCE**2
         exact = query.dtype in (torch.float32, torch.float64)
         keep = query.device.type == "cpu" and exact and few and not self.recompute
         flat = blocked.grouped(query, kv_heads), key.flatten(0, 1), value.flatten(0, 1)
-        out: Tensor = _RingAttention.apply(*flat, self.cut, documents, keep)  # type: ignore[no-untyped-call]
+        out: Tensor = _RingAttention.apply(*flat, cut, documents, keep)  # type: ignore[no-untyped-call]
         return out.view(query.shape)
 
 

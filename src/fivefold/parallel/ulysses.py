@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
-from fivefold.nn.attention import Segments
-from fivefold.parallel.cut import Core, Cut
+from fivefold.nn.attention import Core, Segments
+from fivefold.parallel.cut import Cut
 
 
 class Ulysses:
@@ -18,27 +19,30 @@ class Ulysses:
     Where there are fewer KV heads than ranks, each goes to all the ranks that need it.
     """
 
-    def __init__(self, cut: Cut, core: Core) -> None:
-        self.cut = cut
+    def __init__(self, group: ProcessGroup, core: Core) -> None:
+        self.group = group
         self.core = core
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """As `Ring`."""
-        parts = [self._by_rank(x) for x in (query, key, value)]
+        cut = Cut.of_whole(self.group, "ulysses", query, segments)
+        if cut is None:
+            return self.core(query, key, value, segments)
+        parts = [_by_rank(x, cut.cp) for x in (query, key, value)]
         heads = [part.shape[2] for part in parts]
-        whole: Tensor = _GatherSequence.apply(torch.cat(parts, dim=2), self.cut)  # type: ignore[no-untyped-call]
+        whole: Tensor = _GatherSequence.apply(torch.cat(parts, dim=2), cut)  # type: ignore[no-untyped-call]
         query, key, value = torch.split(whole, heads, dim=1)
         out = self.core(query, key, value, segments)
-        back: Tensor = _ScatterSequence.apply(out, self.cut)  # type: ignore[no-untyped-call]
+        back: Tensor = _ScatterSequence.apply(out, cut)  # type: ignore[no-untyped-call]
         return back.transpose(0, 1).flatten(1, 2)
 
-    def _by_rank(self, x: Tensor) -> Tensor:
-        """`[batch, heads, tokens, head_dim]` → `[cp, batch, heads of a rank, tokens, head_dim]`."""
-        cp = self.cut.cp
-        if x.shape[1] < cp:
-            x = x.repeat_interleave(cp // x.shape[1], dim=1)
-        batch, heads, tokens, head_dim = x.shape
-        return x.reshape(batch, cp, heads // cp, tokens, head_dim).transpose(0, 1)
+
+def _by_rank(x: Tensor, cp: int) -> Tensor:
+    """`[batch, heads, tokens, head_dim]` → `[cp, batch, heads of a rank, tokens, head_dim]`."""
+    if x.shape[1] < cp:
+        x = x.repeat_interleave(cp // x.shape[1], dim=1)
+    batch, heads, tokens, head_dim = x.shape
+    return x.reshape(batch, cp, heads // cp, tokens, head_dim).transpose(0, 1)
 
 
 def _gather_sequence(x: Tensor, cut: Cut) -> Tensor:

@@ -10,6 +10,7 @@ from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_bat
 from fivefold.spec.layout import Axis, Owned, Unit, table
 from fivefold.spec.mesh import Mesh, resolve
 from fivefold.spec.schedules import chunks_of, is_legal, nearest_legal
+from fivefold.spec.sequence import Span, spans
 
 MOST_DIVISOR = 1 << 16
 """Divisors are looked for up to here: the tree allows no more heads and experts."""
@@ -23,6 +24,11 @@ class Resolved:
     mesh: Mesh
     batch: BatchPlan
     learning_rate: LearningRate
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The stretches of every sequence that `rank` reads."""
+        at = self.mesh.coordinates(rank)["cp"]
+        return spans(self.batch.sequence_length, self.mesh.cp, at, self.config.parallel.context)
 
 
 def resolve_config(config: Config, world_size: int = 0) -> Resolved:
@@ -228,9 +234,7 @@ def check_trainable(resolved: Resolved) -> None:
         f"model.positions = {model.positions}": model.positions == "alibi",
         "model.dropout": model.dropout > 0,
         f"parallel.pp = {mesh.pp}": mesh.pp > 1,
-        f"parallel.cp = {mesh.cp}": mesh.cp > 1,
         f"parallel.tp = {mesh.tp}": mesh.tp > 1,
-        f"parallel.ep = {parallel.ep}": parallel.ep > 1,
         f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
     }
     if used := [name for name, is_used in lacking.items() if is_used]:

@@ -21,7 +21,7 @@ def spans(length: int, cp: int, rank: int, kind: Kind) -> tuple[Span, ...]:
     its mirror image from the back, so that causal attention is the same work for all (zigzag).
     """
     sizes = [length // cp + (other < length % cp) for other in range(cp)]
-    if kind == "ulysses":
+    if kind == "ulysses" or cp == 1:
         start = sum(sizes[:rank])
         return ((start, start + sizes[rank]),)
     fronts = [front_tokens(size) for size in sizes]
