@@ -100,7 +100,7 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
     if job.zero == 0:
         ranks = shards * job.dp_replicate
         if ranks > 1:
-            axis = "dp_replicate" if job.cp == 1 else "world"
+            axis = "dp_replicate" if job.cp == 1 else "dp_shard_cp"
             found.append(make(axis, "all_reduce", "gradient", count, whole * stack.reduce, ranks, stride))
         return found
     axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"
