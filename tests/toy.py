@@ -63,14 +63,15 @@ def toy_config(
 def global_batch(config: Config, step: int) -> Rows:
     """The whole batch of a step: rows packed from documents, and labels masked very unevenly (some rows have none)."""
     rows, vocab = config.batch.global_batch, config.model.vocab
+    length = config.batch.sequence_length
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(vocab, (rows, SEQUENCE), generator=generator)
-    labels = torch.randint(vocab, (rows, SEQUENCE), generator=generator)
-    kept = torch.randint(SEQUENCE + 1, (rows,), generator=generator)
-    kept[step % rows], kept[(step + 1) % rows] = 0, SEQUENCE
-    labels[torch.arange(SEQUENCE) >= kept.unsqueeze(1)] = -100
-    boundary = torch.randint(1, SEQUENCE, (rows, 1), generator=generator)
-    documents = (torch.arange(SEQUENCE) >= boundary).int() * (torch.arange(rows) % 3 > 0).int().unsqueeze(1)
+    tokens = torch.randint(vocab, (rows, length), generator=generator)
+    labels = torch.randint(vocab, (rows, length), generator=generator)
+    kept = torch.randint(length + 1, (rows,), generator=generator)
+    kept[step % rows], kept[(step + 1) % rows] = 0, length
+    labels[torch.arange(length) >= kept.unsqueeze(1)] = -100
+    boundary = torch.randint(1, length, (rows, 1), generator=generator)
+    documents = (torch.arange(length) >= boundary).int() * (torch.arange(rows) % 3 > 0).int().unsqueeze(1)
     return Rows(tokens, labels, documents)
 
 
