@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"ranks of the layouts (default {DEFAULT_RANKS}), started on this host",
     )
     parser.add_argument(
-        "--save", metavar="FILE", help="keep each verdict there as a line of JSON, and run none again that it holds"
+        "--save",
+        metavar="FILE",
+        help="keep each verdict there as a line of JSON, and run none again that it holds",
     )
 
 

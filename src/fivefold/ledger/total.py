@@ -165,7 +165,8 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
     layers, count = pipeline.own_layers(job, built, rank)
     rest = share.total > layers.total
-    groups = data.Groups(share, layers, max(1, count + rest), max(1, count))
+    experts = sum(stage.content.expert_layers for stage in own)
+    groups = data.Groups(share, layers, max(1, count + rest), max(1, count), max(1, experts))
     found = data.exposed(job, data.rows(job, groups), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
     found += tensor.gradient_rows(job, [stage.content for stage in own])

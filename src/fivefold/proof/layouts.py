@@ -76,7 +76,7 @@ def _candidates(base: Parallel, ranks: int, has_experts: bool) -> Iterator[Paral
                 ep=ep,
                 zero=zero,  # type: ignore[arg-type]
                 sequence_parallel=sequence_parallel,
-                context=context,  # type: ignore[arg-type]
+                context=context,
                 schedule=schedule,  # type: ignore[arg-type]
                 chunks=chunks,
                 backend=base.backend,

@@ -31,7 +31,9 @@ def twin(config: Config, dtype: str, ranks: int = 0) -> Config:
         config,
         model=_model(config.model, unit, stages, sequence),
         batch=Batch(global_batch=global_batch, micro_batch=micro_batch, sequence_length=sequence),
-        precision=replace(config.precision, dtype=dtype) if dtype != "float64" else Precision(dtype="float64"),
+        precision=replace(config.precision, dtype=dtype)
+        if dtype != "float64"
+        else Precision(dtype="float64"),
         schedule=Schedule(kind=config.schedule.kind, warmup_tokens=2 * global_batch * sequence),
         data=Data(document_mask=config.data.document_mask),
         run=Run(steps=STEPS, seed=config.run.seed),

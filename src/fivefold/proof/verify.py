@@ -135,7 +135,9 @@ class Verifier:
 
     def _reference(self, config: Config) -> Reference:
         """Computed once for all layouts of the same twin."""
-        key = msgspec.json.encode(replace(config, parallel=Parallel(), batch=replace(config.batch, micro_batch=1)))
+        key = msgspec.json.encode(
+            replace(config, parallel=Parallel(), batch=replace(config.batch, micro_batch=1))
+        )
         if key not in self._references:
             self._references[key] = reference(config)
         return self._references[key]
