@@ -162,12 +162,12 @@ def loss(job: Job) -> float:
 
 
 def loss_chunk(job: Job) -> float:
-    """The live chunk of logits: 4 Mi of them in the compute type and float32, and the head's gradient there."""
+    """The live chunk of logits: at most 4 Mi, in the compute type and float32, and the head's gradient there."""
     if not job.stack.chunked_loss:
         return 0.0
     vocab = -(-job.model.vocab // job.tp)
     wide = max(4, job.itemsize)
-    return float(LOSS_ELEMENTS * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
+    return float(min(LOSS_ELEMENTS, job.tokens * vocab) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
 
 
 def embedding(job: Job) -> float:

@@ -4,11 +4,13 @@ It shares the decoder's forward and the initial values with what is tested, and 
 one backward, no process group, torch's unfused optimizer, torch's own clipping.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.config.tree import Config, Parallel
 from fivefold.parallel.apply import parallelize
@@ -48,11 +50,7 @@ def reference(config: Config) -> Reference:
     optimizer = _optimizer(config, named)
     found = Reference(initial={name: value.detach().clone() for name, value in named.items()})
     hooks = [
-        layer.register_forward_hook(
-            lambda _module, _inputs, output, name=f"layers.{index}": found.streams.setdefault(
-                name, output[0].detach().flatten(0, 1).clone()
-            )
-        )
+        layer.register_forward_hook(_keeping(found.streams, f"layers.{index}"))
         for index, layer in module.layers.items()
     ]
     for step in range(config.run.steps):
@@ -63,7 +61,7 @@ def reference(config: Config) -> Reference:
         if step == 0:
             found.gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         limit = config.optimizer.clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(named.values(), limit)
+        norm = nn.utils.clip_grad_norm_(named.values(), limit)
         for group in optimizer.param_groups:
             group["lr"] = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         optimizer.step()
@@ -82,7 +80,16 @@ def reference(config: Config) -> Reference:
     return found
 
 
-def _optimizer(config: Config, named: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _keeping(streams: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any, tuple[Tensor, Any]], None]:
+    """A hook that keeps a layer's first output."""
+
+    def hook(_module: nn.Module, _inputs: Any, output: tuple[Tensor, Any]) -> None:
+        streams.setdefault(name, output[0].detach().flatten(0, 1).clone())
+
+    return hook
+
+
+def _optimizer(config: Config, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     options = config.optimizer
     roles = {spec.name: spec.role for spec in parameters(config.model)}
     groups = [

@@ -226,16 +226,19 @@ def _bytes(rows: Iterable[Row]) -> Counter[str]:
 
 
 def _memory(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str, tuple[int, int]]:
-    """(measured, predicted) bytes of each category, each on the rank where it is most."""
+    """(measured, predicted) bytes of each category, each on the rank where it is most; of activations, what autograd
+    keeps for backward."""
     ledger = estimate(job_of(replace(config, run=replace(config.run, ranks=ranks))))
     told = [of_rank.memory for of_rank in found if of_rank.memory is not None]
-    return {
+    found_bytes = {
         name: (
             max(getattr(memory, name) for memory in told),
             round(max(getattr(of_class.memory, name) for of_class in ledger.ranks)),
         )
-        for name in ("parameters", "gradients", "optimizer", "activations")
+        for name in ("parameters", "gradients", "optimizer")
     }
+    saved = max(memory.activations for memory in told), round(max(ledger.timeline.peak_in_flight))
+    return found_bytes | {"activations": saved}
 
 
 def _line(error: RankError) -> str:
