@@ -9,7 +9,7 @@ from fivefold.config.tree import Model
 from fivefold.nn.attention import Attention, Segments
 from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
-from fivefold.nn.loss import cross_entropy_sum, with_gradient_of
+from fivefold.nn.loss import carrying, cross_entropy_sum, with_gradient_of
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import Rotary, rotary_table
@@ -45,68 +45,91 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of the family that `model` describes. Layers are keyed by their number in the whole model."""
+    """A decoder of the family that `model` describes, or one pipeline stage of it.
+
+    Layers are keyed by their number in the whole model, so a stage's parameters have the whole model's names; only
+    a tied head whose embedding is on another stage is a copy, `head.weight`.
+
+    Attributes:
+        first, last: whether this stage embeds the tokens, and whether it computes the loss.
+    """
 
     def __init__(
-        self, model: Model, recompute: Literal["none", "attention", "elementwise", "full"] = "none"
+        self,
+        model: Model,
+        recompute: Literal["none", "attention", "elementwise", "full"] = "none",
+        *,
+        layers: range | None = None,
+        first: bool = True,
+        last: bool = True,
     ) -> None:
+        """`layers` are those of the stage; None = all."""
         super().__init__()
         self.model = model
-        self.embedding = nn.Embedding(model.vocab, model.hidden)
-        if model.positions == "learned":
-            self.positions = nn.Embedding(model.max_positions, model.hidden)
-        if model.embedding_norm:
-            self.embedding_norm = make_norm(model)
+        self.first, self.last = first, last
+        if first:
+            self.embedding = nn.Embedding(model.vocab, model.hidden)
+            if model.positions == "learned":
+                self.positions = nn.Embedding(model.max_positions, model.hidden)
+            if model.embedding_norm:
+                self.embedding_norm = make_norm(model)
         modes = Recompute(recompute)
         self.layers = nn.ModuleDict(
-            {str(index): DecoderLayer(model, index, modes) for index in range(model.layers)}
+            {
+                str(index): DecoderLayer(model, index, modes)
+                for index in (range(model.layers) if layers is None else layers)
+            }
         )
-        self.norm = make_norm(model)
-        self.head = nn.Linear(model.hidden, model.vocab, bias=False)
+        if last:
+            self.norm = make_norm(model)
+            self.head = nn.Linear(model.hidden, model.vocab, bias=False)
         self._counts: Tensor | None = None
-        if model.tied:
+        if model.tied and first and last:
             self.head.weight = self.embedding.weight
 
     def forward(
         self,
-        tokens: Tensor,
+        x: Tensor,
         segments: Segments,
         labels: Tensor | None = None,
         tokens_per_sequence: float = 0.0,
     ) -> Tensor:
-        """The summed loss over counted labels, or the logits where no labels are given.
+        """The summed loss over counted labels, or the logits where no labels are given; what the next stage
+        takes where this is not the last.
 
         The auxiliary loss of the routers is part of the gradient and not of the value. It is a mean over the
         sequences of the global batch, the loss a sum to be divided by its counted tokens: so it counts
         `tokens_per_sequence` times.
 
         Args:
-            tokens: `[batch, sequence]`, int64.
-            segments: the documents packed in `tokens`.
-            labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
-            tokens_per_sequence: counted tokens of the whole global batch per sequence of it.
+            x: tokens `[batch, sequence]`, int64; on a stage that is not the first, what the stage before returned.
+            segments: the documents packed in the tokens.
+            labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted. Only the last stage looks at them.
+            tokens_per_sequence: counted tokens of the whole global batch per sequence of it; on a stage that is not
+                the last, times the factor that the loss is given before backward.
 
         Returns:
-            A scalar, or logits `[batch, sequence, vocabulary]`.
+            A scalar, or logits `[batch, sequence, vocabulary]`, or `[batch, sequence, hidden]`.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self._embedded(tokens, positions)
+        positions = torch.arange(x.shape[1], device=x.device)
+        if self.first:
+            x = self._embedded(x, positions)
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}
         for index, layer in self.layers.items():
             x, routing = layer(x, rotary, segments)
             if routing is not None:
                 routings[index] = routing
+        if labels is not None and torch.is_grad_enabled() and self.model.experts.router_bias:
+            self._count(routings, x.device)
+        auxiliary = self._auxiliary(routings, tokens_per_sequence)
+        if not self.last:
+            return x if auxiliary is None else carrying(x, auxiliary)
         x = self.norm(x)
         if labels is None:
             return self.head(x)  # type: ignore[no-any-return]
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten())
-        if torch.is_grad_enabled() and self.model.experts.router_bias:
-            self._count(routings)
-        if weight := self.model.experts.auxiliary_loss * tokens_per_sequence:
-            imbalances = torch.stack([routing.imbalance for routing in routings.values()])
-            loss = with_gradient_of(loss, weight * imbalances.sum())
-        return loss
+        return loss if auxiliary is None else with_gradient_of(loss, auxiliary)
 
     def take_counts(self) -> list[float]:
         """How often each expert of each layer was chosen since this was last asked, for `balance`.
@@ -128,9 +151,14 @@ class Decoder(nn.Module):
                 chosen = table[int(index)].to(bias.device)
                 bias.copy_(balanced(bias, chosen, self.model.experts.bias_update_rate))
 
-    def _count(self, routings: dict[str, Routing]) -> None:
+    def _auxiliary(self, routings: dict[str, Routing], tokens_per_sequence: float) -> Tensor | None:
+        weight = self.model.experts.auxiliary_loss * tokens_per_sequence
+        if not weight or not routings:
+            return None
+        return weight * torch.stack([routing.imbalance for routing in routings.values()]).sum()
+
+    def _count(self, routings: dict[str, Routing], device: torch.device) -> None:
         if self._counts is None:
-            device = self.embedding.weight.device
             size = (self.model.layers, self.model.experts.count)
             self._counts = torch.zeros(size, dtype=torch.int64, device=device)
         for index, routing in routings.items():
