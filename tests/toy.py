@@ -29,6 +29,7 @@ from fivefold.parallel.mesh import Groups, groups
 from fivefold.proof.gather import wholes
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
+from fivefold.spec.stages import is_tied_apart
 from fivefold.trainer.agree import Agreement
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.loss_scale import LossScale
@@ -98,7 +99,9 @@ def start_group(wrapped: bool = True) -> Recorder:
 
 def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
     parallel, rank = resolved.config.parallel, dist.get_rank() if dist.is_initialized() else 0
-    model = parallelize(resolved, groups(resolved.mesh, parallel.ep, parallel.zero, rank), rank, CPU)
+    apart = is_tied_apart(resolved.config.model, parallel, resolved.mesh)
+    on_axes = groups(resolved.mesh, parallel.ep, parallel.zero, rank, tied_apart=apart)
+    model = parallelize(resolved, on_axes, rank, CPU)
     optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
     clip, scale = resolved.config.optimizer.clip, LossScale.of(resolved.config.precision)
     return Stepper(model, optimizer, Agreement(CPU), recorder, StepClock(), scale, clip)

@@ -1,5 +1,6 @@
 """The decoder: embedding, layers, final norm, head and loss."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import Rotary, rotary_table
 from fivefold.nn.router import Routing, balanced
+from fivefold.spec.stages import Stage
 
 
 class DecoderLayer(nn.Module):
@@ -45,85 +47,105 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of the family that `model` describes, or one pipeline stage of it.
+    """A decoder of the family that `model` describes, or what one pipeline rank has of it.
 
-    Layers are keyed by their number in the whole model, so a stage's parameters have the whole model's names; only
-    a tied head whose embedding is on another stage is a copy, `head.weight`.
-
-    Attributes:
-        first, last: whether this stage embeds the tokens, and whether it computes the loss.
+    Layers are keyed by their number in the whole model, so parameters have the same names on every rank; only a tied
+    head apart from its embedding is a copy, `head.weight`.
     """
 
     def __init__(
         self,
         model: Model,
         recompute: Literal["none", "attention", "elementwise", "full"] = "none",
-        *,
-        layers: range | None = None,
-        first: bool = True,
-        last: bool = True,
+        stages: Sequence[Stage] | None = None,
     ) -> None:
-        """`layers` are those of the stage; None = all."""
+        """`stages`: those of this rank; None = the whole model is one."""
         super().__init__()
         self.model = model
-        self.first, self.last = first, last
-        if first:
+        self.stages = tuple(stages) if stages else (Stage(range(model.layers), first=True, last=True),)
+        has_embedding = any(stage.first for stage in self.stages)
+        has_head = any(stage.last for stage in self.stages)
+        if has_embedding:
             self.embedding = nn.Embedding(model.vocab, model.hidden)
             if model.positions == "learned":
                 self.positions = nn.Embedding(model.max_positions, model.hidden)
             if model.embedding_norm:
                 self.embedding_norm = make_norm(model)
+        self.recompute = recompute
         modes = Recompute(recompute)
         self.layers = nn.ModuleDict(
-            {
-                str(index): DecoderLayer(model, index, modes)
-                for index in (range(model.layers) if layers is None else layers)
-            }
+            {str(index): DecoderLayer(model, index, modes) for stage in self.stages for index in stage.layers}
         )
-        if last:
+        if has_head:
             self.norm = make_norm(model)
             self.head = nn.Linear(model.hidden, model.vocab, bias=False)
         self._counts: Tensor | None = None
-        if model.tied and first and last:
+        self.tie()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether head and embedding are both here and one."""
+        return self.model.tied and hasattr(self, "embedding") and hasattr(self, "head")
+
+    def tie(self) -> None:
+        """Makes a tied head's weight the embedding's, where both are here."""
+        if self.is_tied:
             self.head.weight = self.embedding.weight
+
+    def stage_parameters(self, stage: Stage) -> list[nn.Parameter]:
+        """All that `stage` computes with."""
+        names = [f"layers.{index}" for index in stage.layers]
+        names += ["embedding", "positions", "embedding_norm"] if stage.first else []
+        names += ["norm", "head"] if stage.last else []
+        modules = dict(self.named_modules())
+        return [parameter for name in names if name in modules for parameter in modules[name].parameters()]
+
+    def stream_shape(self, tokens: Tensor) -> tuple[int, ...]:
+        """Of what one stage hands to the next."""
+        return (*tokens.shape, self.model.hidden)
 
     def forward(
         self,
-        x: Tensor,
+        tokens: Tensor,
         segments: Segments,
         labels: Tensor | None = None,
         tokens_per_sequence: float = 0.0,
+        *,
+        stage: Stage | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
-        """The summed loss over counted labels, or the logits where no labels are given; what the next stage
-        takes where this is not the last.
+        """The summed loss over counted labels, or the logits where no labels are given; of a stage that is not the
+        last, the residual stream after its layers.
 
         The auxiliary loss of the routers is part of the gradient and not of the value. It is a mean over the
         sequences of the global batch, the loss a sum to be divided by its counted tokens: so it counts
         `tokens_per_sequence` times.
 
         Args:
-            x: tokens `[batch, sequence]`, int64; on a stage that is not the first, what the stage before returned.
-            segments: the documents packed in the tokens.
-            labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted. Only the last stage looks at them.
+            tokens: `[batch, sequence]`, int64.
+            segments: the documents packed in `tokens`.
+            labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
             tokens_per_sequence: counted tokens of the whole global batch per sequence of it; on a stage that is not
                 the last, times the factor that the loss is given before backward.
+            stage: what to compute, one of `stages`; None = the only one.
+            stream: what the stage before returned; the first has none.
 
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`, or `[batch, sequence, hidden]`.
         """
-        positions = torch.arange(x.shape[1], device=x.device)
-        if self.first:
-            x = self._embedded(x, positions)
+        stage = stage or self.stages[0]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self._embedded(tokens, positions) if stream is None else stream
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}
-        for index, layer in self.layers.items():
-            x, routing = layer(x, rotary, segments)
+        for index in map(str, stage.layers):
+            x, routing = self.layers[index](x, rotary, segments)
             if routing is not None:
                 routings[index] = routing
         if labels is not None and torch.is_grad_enabled() and self.model.experts.router_bias:
             self._count(routings, x.device)
         auxiliary = self._auxiliary(routings, tokens_per_sequence)
-        if not self.last:
+        if not stage.last:
             return x if auxiliary is None else carrying(x, auxiliary)
         x = self.norm(x)
         if labels is None:

@@ -20,6 +20,7 @@ class Groups:
             it holds every rank of the data and context axes.
         shard: ranks that ZeRO splits over; None with zero 0.
         expert_replicate, expert_shard: the same, of those ranks that own the same experts.
+        embedding: the two ranks that hold a tied embedding and its copy, the head.
     """
 
     pp: ProcessGroup | None = None
@@ -30,6 +31,7 @@ class Groups:
     cp: ProcessGroup | None = None
     tp: ProcessGroup | None = None
     ep: ProcessGroup | None = None
+    embedding: ProcessGroup | None = None
 
 
 def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
@@ -39,8 +41,14 @@ def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
     return group
 
 
-def groups(mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_group) -> Groups:
-    """This rank's groups, made axis by axis in one order on every rank. Collective."""
+def groups(
+    mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_group, *, tied_apart: bool = False
+) -> Groups:
+    """This rank's groups, made axis by axis in one order on every rank. Collective.
+
+    Args:
+        tied_apart: see `spec.stages.is_tied_apart`.
+    """
     shard_axis = "dp_shard" if mesh.cp == 1 else "dp_shard_cp"
     replicate_axis = "dp_replicate" if zero or mesh.cp == 1 else "dp_shard_cp"
     made: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
@@ -62,8 +70,10 @@ def groups(mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_grou
     shards = of("dp_shard", "cp")
     replicas = of("dp_replicate") if zero else of("dp_replicate", "dp_shard", "cp")
     place = shards.index(rank) // ep * ep
+    stages = of("pp")
+    ends = [stages[0], stages[-1]]
     return Groups(
-        pp=group("pp", of("pp")),
+        pp=group("pp", stages),
         replicate=group(replicate_axis, replicas),
         shard=group(shard_axis, shards) if zero else None,
         expert_replicate=group(replicate_axis, same_experts(replicas)),
@@ -71,4 +81,6 @@ def groups(mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_grou
         cp=group("cp", of("cp")),
         tp=group("tp", of("tp")),
         ep=group("ep", shards[place : place + ep]),
+        # The last: other ranks have no such group, and torch names groups by how many a rank has.
+        embedding=group("embedding", ends) if tied_apart and rank in ends else None,
     )

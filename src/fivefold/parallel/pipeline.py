@@ -9,11 +9,9 @@ Every rank of a pipeline reads the same samples, so only hidden states and their
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,16 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from fivefold.collectives.record import Phase
+from fivefold.collectives.record import Recorder
+from fivefold.config.tree import Model
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
+from fivefold.parallel.local import LocalParameter
 from fivefold.spec import schedules
-from fivefold.spec.messages import Message, Need, Plan, plans
+from fivefold.spec.messages import Message, Need, plans
 from fivefold.spec.schedules import Action, Kind
-
-_PHASES: dict[bool, Phase] = {True: "forward", False: "backward"}
-
-InPhase = Callable[[Phase], AbstractContextManager[None]]
+from fivefold.spec.stages import Stage, pipeline_stages
 
 
 class Samples(Protocol):
@@ -42,6 +39,28 @@ class Samples(Protocol):
     def labels(self) -> Tensor: ...
     @property
     def segments(self) -> Segments: ...
+
+
+class _Prompt(NamedTuple):
+    """One row to continue."""
+
+    tokens: Tensor
+    labels: Tensor
+    segments: Segments
+
+
+class TiedCopy(NamedTuple):
+    """A tied embedding, or the head that is its copy on another rank, and the group of the two."""
+
+    parameter: LocalParameter
+    group: dist.ProcessGroup
+
+    def reduce(self) -> None:
+        """Each copy's gradient becomes the sum of both, in the same bits: so the copies stay equal."""
+        gradient = self.parameter.gradient()
+        assert gradient is not None
+        if gradient.numel():
+            dist.all_reduce(gradient, group=self.group)
 
 
 @dataclass(slots=True)
@@ -62,46 +81,47 @@ class _Flight:
     parts: list[dict[str, Any]] | None = None
 
 
+def rank_stages(model: Model, name: schedules.Name, chunks: int, ranks: int, rank: int) -> dict[int, Stage]:
+    """The stages of a pipeline rank, by their number in the pipeline."""
+    all_stages = pipeline_stages(model, ranks * schedules.chunks_of(name, chunks))
+    return {number: all_stages[number] for number in schedules.stages_of_rank(name, rank, ranks, chunks)}
+
+
 class Pipeline:
-    """The stages of one rank.
+    """One rank's stages and what it does with them in a step.
 
     Args:
         name: of the schedule.
-        stages: this rank's, by their number in the pipeline.
+        decoder: has the stages.
+        stages: by their number in the pipeline.
         group: the ranks of the pipeline, in its order.
         micro_batches: of a step.
-        splits: whether the schedule's split of backward is followed. If not, a stage's whole backward is done when its
-            input gradient is due: cheaper where a layer is recomputed in backward, since each half would do that.
-        phase: of the recorder.
+        dtype: of what passes between stages.
     """
 
     def __init__(
         self,
         name: schedules.Name,
-        stages: Mapping[int, Decoder],
+        decoder: Decoder,
+        stages: Mapping[int, Stage],
         group: dist.ProcessGroup,
         micro_batches: int,
-        *,
-        splits: bool,
-        phase: InPhase,
+        dtype: torch.dtype,
     ) -> None:
-        self.stages = dict(sorted(stages.items()))
-        self.group = group
-        module = next(iter(self.stages.values()))
-        self.hidden, self.dtype = module.model.hidden, next(module.parameters()).dtype
-        self.splits = splits and name in schedules.SPLITS_BACKWARD
-        self._phase = phase
-        self._name = name
-        ranks, self.rank = group.size(), group.rank()
-        self.ranks, self._count = ranks, ranks * len(stages)
-        self._place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(self._count)]
+        self.decoder, self.stages, self.group, self.dtype = decoder, dict(stages), group, dtype
+        # Where layers are recomputed in backward each half of a split one would recompute them (and torch's selective
+        # checkpoint refuses): a stage's whole backward is then done when its input gradient is due.
+        self.splits = name in schedules.SPLITS_BACKWARD and decoder.recompute in ("none", "attention")
+        self.rank, ranks, chunks = group.rank(), group.size(), len(stages)
         self._micro_batches = micro_batches
-        work = schedules.actions(name, ranks, micro_batches, len(stages))
+        self._place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
+        work = schedules.actions(name, ranks, micro_batches, chunks)
         self._plan = plans(work, self._place)[self.rank]
-        self._forward_plan = lru_cache(maxsize=4)(self._planned_forward)
 
-    def step(self, micro_batches: Sequence[Samples], tokens_per_sequence: float, factor: float) -> float:
-        """Adds the gradients of a step's micro-batches to the stages' parameters.
+    def step(
+        self, micro_batches: Sequence[Samples], tokens_per_sequence: float, factor: float, recorder: Recorder
+    ) -> float:
+        """Adds the gradients of a step's micro-batches to the parameters' `grad`.
 
         Args:
             micro_batches: as many as the schedule was made for.
@@ -112,121 +132,132 @@ class Pipeline:
             The summed loss of the micro-batches, on the rank of the last stage; 0 on the others.
         """
         assert len(micro_batches) == self._micro_batches
-        run = _Run(self, micro_batches)
-        losses: dict[int, Tensor] = {}
+        run = _Run(self, micro_batches, tokens_per_sequence, factor)
         for entry in self._plan:
             if isinstance(entry, Message):
-                run.mail.pass_on(entry)
+                with recorder.phase("forward" if entry.need.forward else "backward"):
+                    run.mail.pass_on(entry)
             elif entry.kind is Kind.FORWARD:
-                with self._phase("forward"):
-                    run.forward(entry, tokens_per_sequence, factor, losses)
+                with recorder.phase("forward"):
+                    run.forward(entry)
             else:
-                with self._phase("backward"):
+                with recorder.phase("backward"):
                     run.backward(entry)
         run.mail.finish()
-        return sum(losses[number].item() for number in sorted(losses))
+        return sum(run.losses[number].item() for number in sorted(run.losses))
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[Samples], *, loss: bool) -> list[Tensor]:
-        """What the last stage returns for each micro-batch (of any number), on its rank; empty on the others.
+    def forward(self, micro_batches: Sequence[Samples], *, labelled: bool = True) -> list[Tensor]:
+        """What the last stage returns for each micro-batch (of any number), on its rank; nothing on the others.
+
+        Each stage takes all micro-batches before the rank's next: nothing is kept but what passes on.
 
         Args:
-            loss: of the labels; otherwise the logits.
+            labelled: for the loss of the labels; otherwise for the logits.
         """
-        mail = _Mail(self, micro_batches)
-        found = []
-        for entry in self._forward_plan(len(micro_batches)):
+        ranks, count = self.group.size(), len(micro_batches)
+        own = [[stage for stage, rank in enumerate(self._place) if rank == other] for other in range(ranks)]
+        work = [[Action(Kind.FORWARD, s, m) for s in stages for m in range(count)] for stages in own]
+        mail, found = _Mail(self, micro_batches), []
+        for entry in plans(work, self._place)[self.rank]:
             if isinstance(entry, Message):
                 mail.pass_on(entry)
                 continue
-            _, stage, number, _ = entry
-            batch, module = micro_batches[number], self.stages[stage]
-            x = batch.tokens if module.first else mail.take(Need(True, stage, number))
-            out = module(x, batch.segments, batch.labels if loss else None)
-            if module.last:
+            _, number, index, _ = entry
+            batch, stage = micro_batches[index], self.stages[number]
+            stream = None if stage.first else mail.take(Need(True, number, index))
+            labels = batch.labels if labelled else None
+            out = self.decoder(batch.tokens, batch.segments, labels, stage=stage, stream=stream)
+            if stage.last:
                 found.append(out)
             else:
-                mail.give(Need(True, stage + 1, number), out)
+                mail.give(Need(True, number + 1, index), out)
         mail.finish()
         return found
 
-    def from_last(self, tensor: Tensor) -> Tensor:
-        """Fills `tensor`, on all ranks of the pipeline, with that of the last stage's rank."""
-        dist.broadcast(tensor, group=self.group, group_src=self._place[-1])
-        return tensor
-
-    def _planned_forward(self, count: int) -> Plan:
-        """Each stage takes all micro-batches before the next: nothing is kept but what passes on."""
-        own = [[stage for stage, rank in enumerate(self._place) if rank == other] for other in range(self.ranks)]
-        work = [[Action(Kind.FORWARD, s, m) for s in stages for m in range(count)] for stages in own]
-        return plans(work, self._place)[self.rank]
+    def next_logits(self, tokens: Sequence[int], device: torch.device) -> Tensor:
+        """Of the token that follows `tokens`, `[vocabulary]`, on every rank."""
+        window = torch.tensor([list(tokens)], device=device)
+        found = self.forward([_Prompt(window, window, Segments((len(tokens),)))], labelled=False)
+        logits = torch.empty(self.decoder.model.vocab, dtype=self.dtype, device=device)
+        if found:
+            logits.copy_(found[0][0, -1])
+        dist.broadcast(logits, group=self.group, group_src=self._place[-1])
+        return logits
 
 
 class _Run:
     """A step under way."""
 
-    def __init__(self, pipeline: Pipeline, micro_batches: Sequence[Samples]) -> None:
-        self._stages = pipeline.stages
-        self._splits = pipeline.splits
+    def __init__(
+        self, pipeline: Pipeline, micro_batches: Sequence[Samples], tokens_per_sequence: float, factor: float
+    ) -> None:
+        self._pipeline = pipeline
         self._micro_batches = micro_batches
+        self._tokens_per_sequence = tokens_per_sequence
+        self._factor = factor
         self._flights: dict[tuple[int, int], _Flight] = {}
         self.mail = _Mail(pipeline, micro_batches)
+        self.losses: dict[int, Tensor] = {}
 
-    def forward(
-        self, action: Action, tokens_per_sequence: float, factor: float, losses: dict[int, Tensor]
-    ) -> None:
-        _, stage, number, _ = action
-        batch, module = self._micro_batches[number], self._stages[stage]
-        received = None if module.first else self.mail.take(Need(True, stage, number)).requires_grad_()
-        x = batch.tokens if received is None else received
-        weight = tokens_per_sequence * (1.0 if module.last else factor)
-        out = module(x, batch.segments, batch.labels, weight)
-        if module.last:
-            losses[number] = out.detach()
-            out = out * factor
+    def forward(self, action: Action) -> None:
+        _, number, index, _ = action
+        batch, stage = self._micro_batches[index], self._pipeline.stages[number]
+        stream = None if stage.first else self.mail.take(Need(True, number, index)).requires_grad_()
+        weight = self._tokens_per_sequence * (1.0 if stage.last else self._factor)
+        out = self._pipeline.decoder(
+            batch.tokens, batch.segments, batch.labels, weight, stage=stage, stream=stream
+        )
+        if stage.last:
+            self.losses[index] = out.detach()
+            out = out * self._factor
         else:
-            self.mail.give(Need(True, stage + 1, number), out.detach())
-        self._flights[stage, number] = _Flight(received, out if self._splits else get_gradient_edge(out))
+            self.mail.give(Need(True, number + 1, index), out.detach())
+        kept = out if self._pipeline.splits else get_gradient_edge(out)
+        self._flights[number, index] = _Flight(stream, kept)
 
     def backward(self, action: Action) -> None:
-        kind, stage, number, _ = action
-        module = self._stages[stage]
+        kind, number, index, _ = action
+        splits, stage = self._pipeline.splits, self._pipeline.stages[number]
         if kind is Kind.WEIGHT_GRAD:
-            if self._splits:
-                _weight_gradients(module, self._flights.pop((stage, number)))
+            if splits:
+                _weight_gradients(self._weights(stage), self._flights.pop((number, index)))
             return
-        flight = self._flights[stage, number]
-        if not module.last:
-            flight.gradient = self.mail.take(Need(False, stage, number))
-        if kind is Kind.INPUT_GRAD and self._splits:
-            _input_gradient(module, flight)
+        flight = self._flights[number, index]
+        if not stage.last:
+            flight.gradient = self.mail.take(Need(False, number, index))
+        if kind is Kind.INPUT_GRAD and splits:
+            _input_gradient(self._weights(stage), flight)
         else:
-            del self._flights[stage, number]
+            del self._flights[number, index]
             _whole_backward(flight)
         if flight.input is not None:
             assert flight.input.grad is not None
-            self.mail.give(Need(False, stage - 1, number), flight.input.grad)
+            self.mail.give(Need(False, number - 1, index), flight.input.grad)
             flight.input.grad = None
+
+    def _weights(self, stage: Stage) -> list[nn.Parameter]:
+        return self._pipeline.decoder.stage_parameters(stage)
 
 
 def _whole_backward(flight: _Flight) -> None:
     torch.autograd.backward(flight.output, flight.gradient)
 
 
-def _input_gradient(module: nn.Module, flight: _Flight) -> None:
+def _input_gradient(weights: Sequence[nn.Parameter], flight: _Flight) -> None:
     """Leaves it in `flight.input.grad`. The first stage has none, and does all when its weights' are due."""
     if flight.input is None:
         return
     assert isinstance(flight.output, Tensor)
     gradients = None if flight.gradient is None else [flight.gradient]
-    _, flight.parts = stage_backward_input([flight.output], gradients, [flight.input], module.parameters())
+    _, flight.parts = stage_backward_input([flight.output], gradients, [flight.input], iter(weights))
 
 
-def _weight_gradients(module: nn.Module, flight: _Flight) -> None:
+def _weight_gradients(weights: Sequence[nn.Parameter], flight: _Flight) -> None:
     if flight.parts is None:
         _whole_backward(flight)
     else:
-        stage_backward_weight(module.parameters(), flight.parts)
+        stage_backward_weight(iter(weights), flight.parts)
 
 
 class _Mail:
@@ -258,18 +289,19 @@ class _Mail:
 
     def pass_on(self, message: Message) -> None:
         """Begins to send or to receive."""
-        pipeline, need = self._pipeline, message.need
-        with pipeline._phase(_PHASES[need.forward]):
-            if message.sender == pipeline.rank:
-                tensor = self._there.pop(need).contiguous()
-                work = dist.isend(tensor, group=pipeline.group, group_dst=message.receiver)
-                assert work is not None
-                self._sent.setdefault(message.receiver, deque()).append((message, tensor, work))
-            else:
-                tensor = self._empty(need)
-                work = dist.irecv(tensor, group=pipeline.group, group_src=message.sender)
-                assert work is not None
-                self._there[need], self._coming[need] = tensor, (message, work)
+        need, group = message.need, self._pipeline.group
+        if message.sender == self._pipeline.rank:
+            tensor = self._there.pop(need).contiguous()
+            work = dist.isend(tensor, group=group, group_dst=message.receiver)
+            assert work is not None
+            self._sent.setdefault(message.receiver, deque()).append((message, tensor, work))
+        else:
+            tokens = self._micro_batches[need.microbatch].tokens
+            shape = self._pipeline.decoder.stream_shape(tokens)
+            tensor = torch.empty(shape, dtype=self._pipeline.dtype, device=tokens.device)
+            work = dist.irecv(tensor, group=group, group_src=message.sender)
+            assert work is not None
+            self._there[need], self._coming[need] = tensor, (message, work)
 
     def finish(self) -> None:
         """Waits for what is still being sent."""
@@ -277,12 +309,6 @@ class _Mail:
             for *_, work in works:
                 work.wait()
         self._sent.clear()
-
-    def _empty(self, need: Need) -> Tensor:
-        """`[micro_batch, sequence, hidden]`"""
-        tokens, pipeline = self._micro_batches[need.microbatch].tokens, self._pipeline
-        shape = (*tokens.shape, pipeline.hidden)
-        return torch.empty(shape, dtype=pipeline.dtype, device=tokens.device)
 
     def _release(self, receiver: int, done: int) -> None:
         """Lets go what `receiver` needed up to its action number `done`."""

@@ -196,10 +196,10 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
             f"parallel.chunks = {parallel.chunks}: schedule {parallel.schedule} has {own} a rank; "
             f'set chunks = {own}, or schedule = "interleaved"'
         )
-    if mesh.pp > 1 and mesh.pp * own > model.layers:
+    if mesh.pp > 1 and mesh.pp * own > model.layers + 2:
         raise ConfigError(
-            f"parallel.pp × chunks = {mesh.pp} × {own} stages: more than the model's layers; "
-            f"expected at most {model.layers}"
+            f"parallel.pp × chunks = {mesh.pp} × {own} stages: more than the model's layers, "
+            f"embedding and head; expected at most {model.layers + 2}"
         )
 
 
@@ -211,7 +211,6 @@ def check_trainable(resolved: Resolved) -> None:
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
         "model.dropout": model.dropout > 0,
-        f"parallel.pp = {mesh.pp}": mesh.pp > 1,
         f"parallel.cp = {mesh.cp}": mesh.cp > 1,
         f"parallel.tp = {mesh.tp}": mesh.tp > 1,
         f"parallel.ep = {parallel.ep}": parallel.ep > 1,

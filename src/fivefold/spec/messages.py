@@ -87,7 +87,9 @@ def _needs(actions: Sequence[Action], last: int) -> list[tuple[Need, int]]:
     """What some actions wait for, with their numbers."""
     found = []
     for number, (kind, stage, microbatch, _) in enumerate(actions):
-        if (kind is Kind.FORWARD and stage > 0) or (kind in (Kind.INPUT_GRAD, Kind.BACKWARD) and stage < last):
+        if (kind is Kind.FORWARD and stage > 0) or (
+            kind in (Kind.INPUT_GRAD, Kind.BACKWARD) and stage < last
+        ):
             found.append((Need(kind is Kind.FORWARD, stage, microbatch), number))
     return found
 

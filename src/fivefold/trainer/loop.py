@@ -21,6 +21,7 @@ from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.local import load
 from fivefold.parallel.mesh import groups
 from fivefold.spec.legal import Resolved
+from fivefold.spec.stages import is_tied_apart
 from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
 from fivefold.trainer.checkpoint import Checkpointer
@@ -58,7 +59,13 @@ class Loop:
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
         layout = config.parallel
-        on_axes = groups(self.resolved.mesh, layout.ep, layout.zero, session.rank)
+        on_axes = groups(
+            self.resolved.mesh,
+            layout.ep,
+            layout.zero,
+            session.rank,
+            tied_apart=is_tied_apart(config.model, layout, self.resolved.mesh),
+        )
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
@@ -258,7 +265,7 @@ class Loop:
         config = self.resolved.config
         with self.session.recorder.paused(), torch.no_grad():
             return generate(
-                self.model.module,
+                self.model.next_logits,
                 prompt,
                 count,
                 context=config.batch.sequence_length,
