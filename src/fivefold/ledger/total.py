@@ -187,8 +187,7 @@ def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -
 def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
     """The step of the rank that is through last: its pipeline, traffic that nothing hides, its update."""
     end, rank, ending = slowest(job, built, line, shares)
-    inner = _layer_rows(job, built, rank)
-    inner += [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
+    inner = _inner_rows(job, built, rank)
     exposed = sum(item.exposed_seconds for item in inner)
     time = Time(
         step=end + job.physics.step,
@@ -199,6 +198,20 @@ def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> 
         other=job.physics.step,
     )
     return time, (*inner, *ending.rows)
+
+
+def traffic(job: Job, rank: int) -> list[Row]:
+    """One step's traffic of the ranks of one pipeline coordinate."""
+    built = pipeline.stages(job, pipeline.costs(job))
+    share = pipeline.shares(job, built)[rank]
+    return [*_inner_rows(job, built, rank), *tail(job, built, rank, share).rows]
+
+
+def _inner_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
+    """Traffic between the beginning and the end of a rank's pipeline."""
+    return _layer_rows(job, built, rank) + [
+        item for item in pipeline.rows(job, built, rank) if item.axis == "pp"
+    ]
 
 
 def _layer_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

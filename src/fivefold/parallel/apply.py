@@ -91,7 +91,9 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         count, dtype = resolved.batch.accumulation, compute_dtype(config.precision)
         pipeline = Pipeline(parallel.schedule, decoder, stages, groups.pp, count, dtype)
     if groups.embedding is not None:
-        tied_copy = TiedCopy(split.held["embedding.weight"], groups.embedding)
+        shards = groups.shard.size() if groups.shard else 1
+        rows = -(-(-(-config.model.vocab // mesh.tp)) // shards)
+        tied_copy = TiedCopy(split.held["embedding.weight"], groups.embedding, rows)
     return ParallelModel(
         decoder,
         data,

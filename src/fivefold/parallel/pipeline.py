@@ -50,17 +50,26 @@ class _Prompt(NamedTuple):
 
 
 class TiedCopy(NamedTuple):
-    """A tied embedding, or the head that is its copy on another rank, and the group of the two."""
+    """A tied embedding, or the head that is its copy on another rank.
+
+    Attributes:
+        group: the ranks of the two.
+        rows: that a rank keeps at most, the same on all ranks: fewer are filled up, so that all send alike.
+    """
 
     parameter: LocalParameter
     group: dist.ProcessGroup
+    rows: int
 
     def reduce(self) -> None:
         """Each copy's gradient becomes the sum of both, in the same bits: so the copies stay equal."""
         gradient = self.parameter.gradient()
         assert gradient is not None
-        if gradient.numel():
-            dist.all_reduce(gradient, group=self.group)
+        lacking = self.rows - gradient.shape[0]
+        both = torch.nn.functional.pad(gradient, (0, 0, 0, lacking)) if lacking else gradient
+        dist.all_reduce(both, group=self.group)
+        if lacking:
+            gradient.copy_(both[: gradient.shape[0]])
 
 
 @dataclass(slots=True)
