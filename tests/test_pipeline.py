@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -34,7 +34,17 @@ from ranks import Ranks
 from test_agreement import step_with_poison
 from test_parity import check, check_replicas, worst_by_kind
 from test_schedules import NAMES
-from toy import CPU, FLAGS, MODEL, global_batch, reference, start_group, stepper_on, toy_config, train_on_ranks
+from toy import (
+    CPU,
+    FLAGS,
+    MODEL,
+    global_batch,
+    reference,
+    start_group,
+    stepper_on,
+    toy_config,
+    train_on_ranks,
+)
 
 DEEP = replace(MODEL, layers=5)
 TIED = replace(DEEP, tied=True)
@@ -47,7 +57,14 @@ LAYOUTS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "pp": 2, "dp_shard": 2, "zero": 2, "recompute": "full"},
     {"schedule": "interleaved", "pp": 2, "chunks": 2, "dp_replicate": 2, "recompute": "elementwise"},
     {"schedule": "zb_h1", "pp": 2, "dp_shard": 2, "zero": 3},
-    {"schedule": "interleaved_zb", "pp": 2, "chunks": 2, "dp_shard": 2, "zero": 1, "recompute": "elementwise"},
+    {
+        "schedule": "interleaved_zb",
+        "pp": 2,
+        "chunks": 2,
+        "dp_shard": 2,
+        "zero": 1,
+        "recompute": "elementwise",
+    },
     {"schedule": "zbv", "pp": 3},
     {"schedule": "zbv", "pp": 2, "dp_shard": 2, "zero": 3, "recompute": "attention"},
     {"schedule": "dualpipev", "pp": 2, "dp_shard": 2, "zero": 2},
@@ -111,7 +128,10 @@ def test_float32(ranks: Ranks, schedule: Name) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_bf16_differs_no_more_than_a_permutation_does(ranks: Ranks, schedule: Name) -> None:
-    alone, config = of(TIED, dtype="bf16"), of(TIED, dtype="bf16", pp=2, schedule=schedule, dp_shard=2, zero=1)
+    alone, config = (
+        of(TIED, dtype="bf16"),
+        of(TIED, dtype="bf16", pp=2, schedule=schedule, dp_shard=2, zero=1),
+    )
     base, *others = (ranks.run(train_on_ranks, alone, seed, world_size=1)[0] for seed in (0, 1, 2, 3))
     bounds = [worst_by_kind(other, base) for other in others]
     for kind, error in worst_by_kind(trained(ranks, config), base).items():
@@ -122,7 +142,10 @@ def test_bf16_differs_no_more_than_a_permutation_does(ranks: Ranks, schedule: Na
 def test_one_stages_bad_number_is_skipped_by_all_and_named(ranks: Ranks, schedule: Name) -> None:
     layout = {"pp": 2, "dp_shard": 2, "zero": 1, "schedule": schedule}
     config = of(DEEP, **layout)
-    for where, text in (("gradient", "gradient of layers.1.attention.query.weight"), ("output", "layers.0.feed")):
+    for where, text in (
+        ("gradient", "gradient of layers.1.attention.query.weight"),
+        ("output", "layers.0.feed"),
+    ):
         for result in ranks.run(step_with_poison, config, 1, float("nan"), where):
             assert result["unchanged"]
             assert result["updates"] == {1.0}
@@ -191,7 +214,9 @@ def test_checkpoints_load_under_another_pipeline(ranks: Ranks, tmp_path: Path, m
         size = resolve_config(config).mesh.world_size
         saved = ranks.run(train_and_save, config, directory, world_size=size)[0]
         other = of(model, **layouts[(number + 1) % len(layouts)])
-        for found in ranks.run(load_saved, other, directory, world_size=resolve_config(other).mesh.world_size):
+        for found in ranks.run(
+            load_saved, other, directory, world_size=resolve_config(other).mesh.world_size
+        ):
             assert found.keys() == saved.keys()
             assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
 
@@ -201,7 +226,7 @@ def saved_bytes(rank: int, world_size: int, config: Config) -> int:
     resolved = resolve_config(config, world_size)
     stepper = stepper_on(resolved, start_group())
     share = held_out_share(global_batch(config, 0), resolved.batch, resolved.mesh.data_rank(rank), CPU)
-    with SavedActivations([*stepper.model.data.tensors(), *stepper.model.module.buffers()]) as kept:
+    with SavedActivations([*stepper.model.module.parameters(), *stepper.model.data.master_tensors()]) as kept:
         stepper.step(share, 1e-3, FLAGS)
     assert kept.live_bytes == 0
     return kept.peak_bytes
@@ -253,7 +278,7 @@ def test_ranks_never_wait_in_a_circle(drawn: tuple[Name, int, int, int]) -> None
                 at[other] += 1
                 passed += 1
         assert at != before, "all ranks wait"
-    crossings = sum(one != two for one, two in zip(place, place[1:], strict=False))
+    crossings = sum(one != two for one, two in pairwise(place))
     assert passed == 2 * crossings * microbatches
     lists = schedules.actions(name, ranks, microbatches, chunks)
     assert [[entry for entry in plan if not isinstance(entry, Message)] for plan in found] == lists

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from fivefold.collectives.record import Row
 from fivefold.config.tree import Config, Experts
-from fivefold.ledger.total import traffic
+from fivefold.ledger.total import traffic_of
 from fivefold.planner.jobs import job_of
 from fivefold.spec.legal import resolve_config
 from ranks import Ranks
@@ -44,7 +44,7 @@ Rows = dict[tuple[str, str, str], tuple[int, int]]
 def predicted_rows(config: Config, pp_rank: int) -> Rows:
     """Count and bytes by axis, primitive and phase (dense parameters and experts are one)."""
     found: Rows = {}
-    for row in traffic(job_of(config), pp_rank):
+    for row in traffic_of(job_of(config), pp_rank):
         key = row.axis, row.primitive, row.phase
         count, size = found.get(key, (0, 0))
         found[key] = count + row.times, size + round(row.bytes_per_rank)
@@ -80,5 +80,8 @@ def test_every_boundary_is_crossed_once_by_each_micro_batch_in_each_direction(ra
         {(row.primitive, row.phase): row.count for row in found["rows"][0] if row.axis == "pp"}
         for found in ranks.run(train_on_ranks, config, world_size=3)
     ]
-    down, up = {("send", "forward"): 6, ("recv", "backward"): 6}, {("recv", "forward"): 6, ("send", "backward"): 6}
+    down, up = (
+        {("send", "forward"): 6, ("recv", "backward"): 6},
+        {("recv", "forward"): 6, ("send", "backward"): 6},
+    )
     assert sent == [down, down | up, up]

@@ -98,7 +98,7 @@ def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:
 def message_bytes(job: Job) -> float:
     """One tensor between stages: tokens · hidden · itemsize, split with the sequence over tp."""
     split = job.tp if job.sequence_parallel or job.stack.scatter_messages else 1
-    return job.tokens * job.model.hidden * job.itemsize / split
+    return float(-(-job.tokens // split) * job.model.hidden * job.itemsize)
 
 
 def message_group(job: Job) -> tuple[int, int]:
@@ -200,8 +200,8 @@ def rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
         together = any(built[s].content.first for s in own) and any(built[s].content.last for s in own)
         if ends and not together:
             shards = job.dp_shard * job.cp if job.zero else 1
-            rows_each = -(-(-(-job.model.vocab // job.tp)) // shards)
-            amount = rows_each * job.model.hidden * job.stack.reduce
+            per_tp = -(-job.model.vocab // job.tp)
+            amount = -(-per_tp // shards) * job.model.hidden * job.stack.reduce
             found.append(
                 row(
                     job,

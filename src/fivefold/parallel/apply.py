@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.generate import next_logits
 from fivefold.parallel.bucket import Bucket, Division
+from fivefold.parallel.context import context_parallel
 from fivefold.parallel.data import DataParallel, Unit, compute_dtype, master_dtype
+from fivefold.parallel.expert import expert_parallel
 from fivefold.parallel.local import LocalParameter, initialize
 from fivefold.parallel.mesh import Groups
 from fivefold.parallel.pipeline import Pipeline, Samples, TiedCopy, rank_stages
+from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
 from fivefold.spec.legal import Resolved
 from fivefold.spec.parameters import Parameter, parameters
 from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim
@@ -35,6 +38,7 @@ class ParallelModel:
     module: Decoder
     data: DataParallel
     parameters: list[LocalParameter]
+    partial: PartialGradients
     sequences: int
     counts_tokens: bool
     counts_results: bool
@@ -46,12 +50,15 @@ class ParallelModel:
         self.data.end_step()
         if self.tied_copy is not None:
             self.tied_copy.reduce()
+        self.partial.sum()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Samples]) -> float:
         """The summed loss of this rank's micro-batches; under a pipeline, on the last stage's rank, else 0."""
         if self.pipeline is None:
-            losses = [self.module(batch.tokens, batch.segments, batch.labels) for batch in micro_batches]
+            losses = [
+                self.module(b.tokens, b.segments, b.labels, positions=b.positions) for b in micro_batches
+            ]
         else:
             with self.data.gathered():
                 losses = self.pipeline.forward(micro_batches)
@@ -79,7 +86,13 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
     specs = {spec.name: spec for spec in parameters(config.model)}
     split = _Split(resolved, groups, rank, device)
     units = [split.unit(module, owned, specs) for module, owned in _owned(decoder)]
+    if groups.cp is not None:
+        context_parallel(decoder, groups.cp, parallel)
+    if groups.ep is not None:
+        expert_parallel(decoder, groups.ep)
     decoder.tie()
+    if groups.tp is not None:
+        apply_tensor_parallel(decoder, groups.tp, parallel)
     data = DataParallel(units, parallel.zero, overlap=groups.pp is None)
     held = [split.held[name] for name in specs if name in split.held]
     for parameter in held:
@@ -92,12 +105,13 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         pipeline = Pipeline(parallel.schedule, decoder, stages, groups.pp, count, dtype)
     if groups.embedding is not None:
         shards = groups.shard.size() if groups.shard else 1
-        rows = -(-(-(-config.model.vocab // mesh.tp)) // shards)
-        tied_copy = TiedCopy(split.held["embedding.weight"], groups.embedding, rows)
+        per_tp = -(-config.model.vocab // mesh.tp)
+        tied_copy = TiedCopy(split.held["embedding.weight"], groups.embedding, -(-per_tp // shards))
     return ParallelModel(
         decoder,
         data,
         held,
+        PartialGradients(resolved, groups, held),
         resolved.batch.global_batch,
         counts_tokens=at["tp"] == at["pp"] == 0,
         counts_results=at["tp"] == 0,

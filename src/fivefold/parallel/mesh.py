@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fivefold.spec.mesh import Mesh
+from fivefold.spec.legal import Resolved
+from fivefold.spec.stages import is_tied_apart
 
 MakeGroup = Callable[[Sequence[int], str], ProcessGroup]
 
@@ -20,6 +21,7 @@ class Groups:
             it holds every rank of the data and context axes.
         shard: ranks that ZeRO splits over; None with zero 0.
         expert_replicate, expert_shard: the same, of those ranks that own the same experts.
+        tp_copies: ranks of tp that hold the same KV heads, where there are fewer of these than ranks.
         embedding: the two ranks that hold a tied embedding and its copy, the head.
     """
 
@@ -30,6 +32,7 @@ class Groups:
     expert_shard: ProcessGroup | None = None
     cp: ProcessGroup | None = None
     tp: ProcessGroup | None = None
+    tp_copies: ProcessGroup | None = None
     ep: ProcessGroup | None = None
     embedding: ProcessGroup | None = None
 
@@ -41,14 +44,10 @@ def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
     return group
 
 
-def groups(
-    mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_group, *, tied_apart: bool = False
-) -> Groups:
-    """This rank's groups, made axis by axis in one order on every rank. Collective.
-
-    Args:
-        tied_apart: see `spec.stages.is_tied_apart`.
-    """
+def groups(resolved: Resolved, rank: int, make: MakeGroup = new_group) -> Groups:
+    """This rank's groups, made axis by axis in one order on every rank. Collective."""
+    config, mesh = resolved.config, resolved.mesh
+    ep, zero = config.parallel.ep, config.parallel.zero
     shard_axis = "dp_shard" if mesh.cp == 1 else "dp_shard_cp"
     replicate_axis = "dp_replicate" if zero or mesh.cp == 1 else "dp_shard_cp"
     made: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
@@ -70,8 +69,10 @@ def groups(
     shards = of("dp_shard", "cp")
     replicas = of("dp_replicate") if zero else of("dp_replicate", "dp_shard", "cp")
     place = shards.index(rank) // ep * ep
+    tensor, alike = of("tp"), max(1, mesh.tp // config.model.kv_heads)
+    copies = tensor.index(rank) // alike * alike
     stages = of("pp")
-    ends = [stages[0], stages[-1]]
+    ends = [stages[0], stages[-1]] if is_tied_apart(config.model, config.parallel, mesh) else []
     return Groups(
         pp=group("pp", stages),
         replicate=group(replicate_axis, replicas),
@@ -79,8 +80,9 @@ def groups(
         expert_replicate=group(replicate_axis, same_experts(replicas)),
         expert_shard=group(shard_axis, same_experts(shards)) if zero else None,
         cp=group("cp", of("cp")),
-        tp=group("tp", of("tp")),
+        tp=group("tp", tensor),
+        tp_copies=group("tp", tensor[copies : copies + alike]),
         ep=group("ep", shards[place : place + ep]),
         # The last: other ranks have no such group, and torch names groups by how many a rank has.
-        embedding=group("embedding", ends) if tied_apart and rank in ends else None,
+        embedding=group("embedding", ends) if rank in ends else None,
     )

@@ -31,7 +31,7 @@ from fivefold.spec.stages import Stage, pipeline_stages
 
 
 class Samples(Protocol):
-    """A micro-batch. Tokens and labels: `[micro_batch, sequence]`, int64."""
+    """A micro-batch. Tokens and labels: `[micro_batch, sequence]`; places in the sequence: `[sequence]`; int64."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -39,6 +39,8 @@ class Samples(Protocol):
     def labels(self) -> Tensor: ...
     @property
     def segments(self) -> Segments: ...
+    @property
+    def positions(self) -> Tensor: ...
 
 
 class _Prompt(NamedTuple):
@@ -47,6 +49,7 @@ class _Prompt(NamedTuple):
     tokens: Tensor
     labels: Tensor
     segments: Segments
+    positions: Tensor
 
 
 class TiedCopy(NamedTuple):
@@ -176,7 +179,9 @@ class Pipeline:
             batch, stage = micro_batches[index], self.stages[number]
             stream = None if stage.first else mail.take(Need(True, number, index))
             labels = batch.labels if labelled else None
-            out = self.decoder(batch.tokens, batch.segments, labels, stage=stage, stream=stream)
+            out = self.decoder(
+                batch.tokens, batch.segments, labels, 0.0, batch.positions, stage=stage, stream=stream
+            )
             if stage.last:
                 found.append(out)
             else:
@@ -187,7 +192,8 @@ class Pipeline:
     def next_logits(self, tokens: Sequence[int], device: torch.device) -> Tensor:
         """Of the token that follows `tokens`, `[vocabulary]`, on every rank."""
         window = torch.tensor([list(tokens)], device=device)
-        found = self.forward([_Prompt(window, window, Segments((len(tokens),)))], labelled=False)
+        prompt = _Prompt(window, window, Segments((len(tokens),)), torch.arange(len(tokens), device=device))
+        found = self.forward([prompt], labelled=False)
         logits = torch.empty(self.decoder.model.vocab, dtype=self.dtype, device=device)
         if found:
             logits.copy_(found[0][0, -1])
@@ -215,7 +221,7 @@ class _Run:
         stream = None if stage.first else self.mail.take(Need(True, number, index)).requires_grad_()
         weight = self._tokens_per_sequence * (1.0 if stage.last else self._factor)
         out = self._pipeline.decoder(
-            batch.tokens, batch.segments, batch.labels, weight, stage=stage, stream=stream
+            batch.tokens, batch.segments, batch.labels, weight, batch.positions, stage=stage, stream=stream
         )
         if stage.last:
             self.losses[index] = out.detach()

@@ -122,7 +122,9 @@ class Stepper:
     def _one(self, batch: MicroBatch, per_sequence: float, factor: float) -> float:
         """Adds one micro-batch's gradient; returns its summed loss."""
         with self.recorder.phase("forward"):
-            loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels, per_sequence)
+            loss: Tensor = self.model.module(
+                batch.tokens, batch.segments, batch.labels, per_sequence, batch.positions
+            )
         with self.recorder.phase("backward"):
             (loss * factor).backward()  # type: ignore[no-untyped-call]
             self.model.data.end_micro_step()
