@@ -75,9 +75,8 @@ def _projections(job: Job, core: Core) -> float:
         found += rows * item * 2 * (latent.kv_rank + latent.q_rank)  # compressed, and normalised
     if _is_laid_anew(job):
         found += rows * item * values
-    if _eager(job):
-        if job.model.positions == "rotary" and item < 8:  # cosine, sine, cast for queries and again for keys
-            found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
+    if _eager(job) and job.model.positions == "rotary" and item < 8:  # tables cast for queries and for keys
+        found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
     if job.model.qk_norm:
         heads = rows * (core.heads + core.kv_heads)
         found += heads * core.qk_dim * _norm_copies(job, "rmsnorm")
