@@ -52,6 +52,28 @@ def test_deepspeed(capsys: Any, config: str, tmp_path: Path) -> None:
     assert back["world_size"] == 16
 
 
+class DataParallelOf:
+    """What DeepSpeed asks a model-parallel unit for."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.ranks
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_deepspeeds_own_parser(capsys: Any, config: str, zero: int) -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.config")
+    keys = (f"parallel.zero={zero}", "parallel.pp=1", "parallel.tp=2", "parallel.cp=1")
+    found = json.loads(emitted(capsys, config, "deepspeed", *keys, "model.preset=qwen2.5-0.5b")[0])
+    parsed = theirs.DeepSpeedConfig(found, mpu=DataParallelOf(8))
+    assert parsed.zero_optimization_stage == zero
+    assert parsed.train_batch_size == 64
+    assert parsed.tensor_parallel_config.autotp_size == 2
+    assert parsed.bfloat16_config.enabled
+
+
 def test_accelerate(capsys: Any, config: str, tmp_path: Path) -> None:
     out, _ = emitted(capsys, config, "accelerate", "parallel.zero=3", "parallel.pp=1", "parallel.tp=2")
     assert "distributed_type: FSDP" in out
@@ -76,6 +98,11 @@ def test_torchtitan(capsys: Any, config: str) -> None:
     for section, known in (("training", theirs.TrainingConfig), ("parallelism", theirs.ParallelismConfig)):
         named = {key.partition(".")[2].removeprefix("no-") for key in flags if key.startswith(section)}
         assert named <= set(known.__dataclass_fields__)
+        values = {
+            key.partition(".")[2]: value for key, value in flags.items() if key.startswith(section + ".")
+        }
+        typed = {name: int(value) for name, value in values.items() if value.isdigit()}
+        assert all(getattr(known(**typed), name) == value for name, value in typed.items())
 
 
 def test_megatron(capsys: Any, config: str) -> None:

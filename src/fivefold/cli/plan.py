@@ -124,8 +124,9 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
             "mfu": ledger.utilization("causal"),
             "memory_peak": ledger.fullest.memory.peak,
             "bubble_fraction": ledger.timeline.bubble / ledger.timeline.makespan,
+            "same": [layout_of(job) for job in ranked.same],
         }
-        for ledger in ledgers
+        for ranked, ledger in zip(outcome.ranking, ledgers, strict=True)
     ]
     best = ledgers[0]
     return {
@@ -142,6 +143,8 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
 
 
 def _text(found: dict[str, Any]) -> str:
+    names = ("pp", "schedule", "v", "dp_r", "dp_s", "zero", "cp", "tp", "sp", "ep", "mb", "recompute")
+    head = ("", *names, "step", "tokens/s/GPU", "MFU", "memory", "bubble")
     rows = [
         [
             str(place),
@@ -156,13 +159,25 @@ def _text(found: dict[str, Any]) -> str:
         ]
         for place, item in enumerate(found["ranking"], start=1)
     ]
-    names = ("pp", "schedule", "v", "dp_r", "dp_s", "zero", "cp", "tp", "sp", "ep", "mb", "recompute")
-    head = ("", *names, "step", "tokens/s/GPU", "MFU", "memory", "bubble")
+    lines = table(head, rows).splitlines()
+    ranking = lines[:2]
+    for line, item in zip(lines[2:], found["ranking"], strict=True):
+        ranking += [line, *_same(item)]
     worse = "\n".join(f"  {line}" for line in found["neighbours"])
     return (
         f"{found['searched']:,} layouts in {found['seconds']:.2f} s, {found['simulated']} schedules simulated\n\n"
-        f"{table(head, rows)}\n\nthe best\n{ledger_text(found['best'])}\n\nits neighbours\n{worse}"
+        + "\n".join(ranking)
+        + f"\n\nthe best\n{ledger_text(found['best'])}\n\nits neighbours\n{worse}"
     )
+
+
+def _same(item: dict[str, Any]) -> list[str]:
+    """A line for the layouts that share a rank, if there are any."""
+    if not item["same"]:
+        return []
+    own = item["parallel"]
+    keys = [key for key in own if any(other[key] != own[key] for other in item["same"])]
+    return [f"    and {len(item['same'])} more within 0.1% that differ only in {', '.join(keys)}"]
 
 
 def _plain(value: object) -> str:

@@ -183,12 +183,30 @@ def live(job: Job, expert: bool) -> float:
     return max(0.0, kept(job, expert).total - saved(job, expert)) if job.recompute != "none" else 0.0
 
 
+def backward_buffers(job: Job) -> float:
+    """What a layer's backward holds besides what was kept, at its fullest: gradients of the feed-forward's inner
+    tensors and of the residual stream; with tensor parallel the gathered input and its gradient, before it is
+    summed over the ranks."""
+    model, item = job.model, job.itemsize
+    width = -(-model.ffn // job.tp) if not model.experts.count or model.experts.dense_layers else 0
+    inner = job.tokens * width * item * (3 if model.activation == "swiglu" else 2)
+    stream = job.tokens * model.hidden * item
+    return float(inner + stream / job.sequence_split + (2 * stream if job.sequence_parallel else 0))
+
+
 def loss(job: Job) -> float:
     """Logits and what the loss makes of them, of one micro-batch; chunked, what is kept for backward."""
     vocab = -(-job.model.vocab // job.tp)
     if job.stack.chunked_loss:
         return float(job.model.hidden * (job.tokens * job.itemsize + vocab * job.itemsize))
     return job.tokens * vocab * job.stack.loss_bytes
+
+
+def outputs(job: Job) -> float:
+    """Logits of every micro-batch that the last stage returns at the end of a step, in pieces and joined."""
+    if not job.stack.returns_logits or job.pp == 1:
+        return 0.0
+    return 2.0 * job.microbatches * job.tokens * -(-job.model.vocab // job.tp) * job.itemsize
 
 
 def loss_chunk(job: Job) -> float:
