@@ -63,10 +63,13 @@ class DataParallelOf:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_deepspeeds_own_parser(capsys: Any, config: str, zero: int) -> None:
-    theirs = pytest.importorskip("deepspeed.runtime.config")
+def test_deepspeeds_own_parser(capsys: Any, config: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = (f"parallel.zero={zero}", "parallel.pp=1", "parallel.tp=2", "parallel.cp=1")
     found = json.loads(emitted(capsys, config, "deepspeed", *keys, "model.preset=qwen2.5-0.5b")[0])
+    theirs = pytest.importorskip("deepspeed.runtime.config")
+    monkeypatch.setattr(
+        theirs.dist, "get_rank", lambda: 0
+    )  # without a launcher it takes the world for one rank
     parsed = theirs.DeepSpeedConfig(found, mpu=DataParallelOf(8))
     assert parsed.zero_optimization_stage == zero
     assert parsed.train_batch_size == 64
@@ -110,6 +113,35 @@ def test_megatron(capsys: Any, config: str) -> None:
     assert "--tensor-model-parallel-size 2" in out
     assert "--num-query-groups 8" in out
     assert "zbv" in err
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("recompute", ["none", "attention", "elementwise", "full"])
+def test_megatrons_own_config(capsys: Any, config: str, model: str, recompute: str) -> None:
+    """Of the arguments those that are fields of the core's config; its checks run when it is made. The argument
+    parser itself is in no package."""
+    keys = (f"model.preset={model}", f"parallel.recompute={recompute}", "parallel.tp=2", "parallel.pp=2",
+            "parallel.sequence_parallel=true", "parallel.schedule=1f1b")  # fmt: skip
+    out, _ = emitted(capsys, config, "megatron", *keys)
+    theirs = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
+    values: dict[str, Any] = {}
+    name = ""
+    for word in out.replace("\\", " ").split():
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            values[name] = True
+        elif name == "recompute_modules":
+            values[name] = [*(values[name] if values[name] is not True else []), word]
+        else:
+            values[name] = int(word) if word.isdigit() else word
+    values["num_moe_experts"] = values.pop("num_experts", None)
+    values |= {
+        "pipeline_dtype": theirs.__dataclass_fields__["params_dtype"].default,
+        "add_bias_linear": False,
+    }
+    made = theirs(**{key: value for key, value in values.items() if key in theirs.__dataclass_fields__})
+    assert (made.tensor_model_parallel_size, made.pipeline_model_parallel_size) == (2, 2)
+    assert made.num_moe_experts == (128 if "30b" in model else None)
 
 
 HF: dict[str, dict[str, Any]] = {

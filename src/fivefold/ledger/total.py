@@ -148,7 +148,9 @@ def transient(job: Job) -> float:
     elif job.zero == 2 and job.pp == 1:
         found += max(unit, edge) * job.stack.gradient
     if job.stack.gradient > job.stack.master and job.data_parallel > 1:
-        found += edge * job.stack.reduce  # sums apart from gradients are flattened, a whole parameter at least
+        found += (
+            edge * job.stack.reduce
+        )  # sums apart from gradients are flattened, a whole parameter at least
     return found
 
 

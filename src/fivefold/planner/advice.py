@@ -98,7 +98,9 @@ def _changed(best: Job, changes: dict[str, Any]) -> Job:
             f"{job.schedule} needs {' or '.join(map(str, near))} micro-batches, not {job.microbatches}"
         )
     if job.zero == 3 and job.pp > 1 and job.schedule in schedules.SPLITS_BACKWARD:
-        raise ConfigError(f"schedule {job.schedule} keeps parameters gathered, so zero 3 is zero 2; use zero = 2")
+        raise ConfigError(
+            f"schedule {job.schedule} keeps parameters gathered, so zero 3 is zero 2; use zero = 2"
+        )
     parallel = msgspec.convert(layout_of(job), Parallel)
     check_layout(job.model, parallel, Mesh(job.pp, job.dp_replicate, job.dp_shard, job.cp, job.tp))
     return job
