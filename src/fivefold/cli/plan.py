@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, positive
 from fivefold.config.load import dump, load, written_keys
 from fivefold.config.tree import Config
 from fivefold.ledger.job import Job
@@ -46,7 +46,7 @@ SHOWN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     add_json_argument(parser)
-    parser.add_argument("--keep", type=int, default=10, help="length of the ranking")
+    parser.add_argument("--keep", type=positive, default=10, help="length of the ranking")
     parser.add_argument(
         "--emit",
         choices=("fivefold", *PEERS),
