@@ -29,7 +29,6 @@ def first_non_finite(model: ParallelModel, micro_batches: Sequence[MicroBatch]) 
     in backward, and the last parameter in forward order whose gradient is not finite was the first reached.
     """
     found = _in_forward(model.module, micro_batches) or _in_gradients(model)
-    model.data.drop_gathered()
     findings: list[Finding | None] = [found]
     if dist.is_initialized():
         findings = [None] * dist.get_world_size()
@@ -57,7 +56,7 @@ def _in_forward(module: nn.Module, micro_batches: Sequence[MicroBatch]) -> Findi
     try:
         with torch.no_grad():
             for index, batch in enumerate(micro_batches):
-                module(batch.tokens, batch.segments, batch.labels)
+                module(batch.tokens, batch.segments, batch.labels, positions=batch.positions)
                 if culprits and found is None:
                     samples = ", ".join(map(str, batch.sample_ids))
                     text = f"output of {culprits[0] or 'the loss'} in forward, micro-batch {index}, samples {samples}"
