@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fivefold.planner.search import Outcome, search
 from fivefold.planner.space import Wish, size
 from fivefold.planner.wishes import config_of, wish_of
 from fivefold.render.html import page
-from fivefold.render.ledger import ledger_text
+from fivefold.render.ledger import ledger_text, same_text
 from fivefold.render.tables import table
 from fivefold.render.units import bytes_text, count_text, percent_text, seconds_text
 
@@ -125,6 +126,7 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
             "memory_peak": ledger.fullest.memory.peak,
             "bubble_fraction": ledger.timeline.bubble / ledger.timeline.makespan,
             "same": [layout_of(job) for job in ranked.same],
+            "same_but_for": _differing([ranked.job, *ranked.same]),
         }
         for ranked, ledger in zip(outcome.ranking, ledgers, strict=True)
     ]
@@ -140,6 +142,12 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
         "ranking": ranking,
         "neighbours": neighbours(best.job, best.time.step),
     }
+
+
+def _differing(jobs: Sequence[Job]) -> list[str]:
+    """Keys of [parallel] in which the jobs are not all alike."""
+    first, *others = map(layout_of, jobs)
+    return [key for key in first if any(other[key] != first[key] for other in others)]
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -162,22 +170,13 @@ def _text(found: dict[str, Any]) -> str:
     lines = table(head, rows).splitlines()
     ranking = lines[:2]
     for line, item in zip(lines[2:], found["ranking"], strict=True):
-        ranking += [line, *_same(item)]
+        ranking += [line, *(f"    {note}" for note in same_text(item))]
     worse = "\n".join(f"  {line}" for line in found["neighbours"])
     return (
         f"{found['searched']:,} layouts in {found['seconds']:.2f} s, {found['simulated']} schedules simulated\n\n"
         + "\n".join(ranking)
         + f"\n\nthe best\n{ledger_text(found['best'])}\n\nits neighbours\n{worse}"
     )
-
-
-def _same(item: dict[str, Any]) -> list[str]:
-    """A line for the layouts that share a rank, if there are any."""
-    if not item["same"]:
-        return []
-    own = item["parallel"]
-    keys = [key for key in own if any(other[key] != own[key] for other in item["same"])]
-    return [f"    and {len(item['same'])} more within 0.1% that differ only in {', '.join(keys)}"]
 
 
 def _plain(value: object) -> str:
