@@ -38,7 +38,7 @@ GPT = Model(
     positions="learned", qkv_bias=True, output_bias=True,
 )  # fmt: skip
 QWEN = replace(MODEL, kv_heads=2, qk_norm=True, qkv_bias=True)
-MOE = replace(MODEL, experts=Experts(count=8, top_k=2, ffn=96))
+MOE = replace(MODEL, experts=Experts(count=8, top_k=2, ffn=96, auxiliary_loss=0.01))
 SHARED = replace(
     MODEL,
     experts=Experts(

@@ -146,12 +146,15 @@ def _eager_routing(job: Job) -> float:
     int64, the rows before the experts and after, the shared experts' gate."""
     experts, item, rows = job.model.experts, job.itemsize, job.tokens / job.sequence_split
     exact, choices, copies = max(4, item), rows * experts.top_k, routed_rows(job) * job.imbalance
-    found = exact * (rows * (experts.count + 1) + job.micro_batch * experts.count)  # scores, sums, shares
+    found = exact * rows * experts.count
+    if experts.auxiliary_loss:  # sums of scores, shares and numbers of choices
+        found += exact * (rows + job.micro_batch * (experts.count + 1))
     if experts.normalize_top_k:
         found += exact * (choices + rows)
     found += 8 * choices + 16 * copies + item * choices
     found += 2 * copies * item * job.model.hidden
-    if item < 8:  # ends of the groups of three grouped products
+    widths = (job.model.hidden, experts.ffn // job.expert_width_split)
+    if item < 8 and all(width * item % 16 == 0 for width in widths):  # ends of the groups of three grouped products
         found += 3 * 4 * (experts.count // job.ep)
     if experts.shared_gate:
         found += job.tokens * item * (job.model.hidden + 1)
