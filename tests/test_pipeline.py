@@ -71,9 +71,14 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+def imported(rank: int, world_size: int) -> None:
+    """Ranks that have run it have imported this file."""
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with Ranks(4, backend=None) as started:
+        started.run(imported, timeout=240.0)
         yield started
 
 
