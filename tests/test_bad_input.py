@@ -278,7 +278,7 @@ CONTRADICTIONS = [
     ),
     keys("ep without experts", "parallel.ep=2", "parallel.ep = 2", "no experts", "ep = 1"),
     keys("sequence parallel without tp", "parallel.sequence_parallel=true", "but tp = 1", "false"),
-    keys("more stages than layers", "parallel.pp=5", "parallel.pp × chunks = 5 × 1", "at most 4"),
+    keys("more stages than layers", "parallel.pp=7", "parallel.pp × chunks = 7 × 1", "at most 6"),
     keys("chunks without pp", "parallel.chunks=2", "parallel.chunks = 2", "pp = 1", "chunks = 1"),
     keys(
         "chunks that the schedule has not",
