@@ -79,6 +79,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"cp": 4, "zero": 1, "sequence": 9},
     {"cp": 2, "context": "ulysses", "sequence": 11},
     {"cp": 2, "recompute": "attention"},
+    {"cp": 2, "tp": 2, "zero": 2, "sequence_parallel": True, "sequence": 11},
+    {"cp": 2, "tp": 2, "context": "ulysses"},
     {"cp": 2, "context": "ulysses", "recompute": "attention", "zero": 1},
 ]
 

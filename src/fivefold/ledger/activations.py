@@ -167,7 +167,9 @@ def loss_chunk(job: Job) -> float:
         return 0.0
     vocab = -(-job.model.vocab // job.tp)
     wide = max(4, job.itemsize)
-    return float(min(LOSS_ELEMENTS, job.tokens * vocab) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
+    return float(
+        min(LOSS_ELEMENTS, job.tokens * vocab) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide
+    )
 
 
 def embedding(job: Job) -> float:

@@ -124,7 +124,7 @@ class Decoder(nn.Module):
         if labels is None:
             return head_logits(x, self.head.weight, self.head_shard)
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
-        if torch.is_grad_enabled() and self.model.experts.router_bias:
+        if torch.is_grad_enabled() and self.model.experts.count:
             self._count(routings)
         if weight := self.model.experts.auxiliary_loss * tokens_per_sequence:
             imbalances = torch.stack([routing.imbalance for routing in routings.values()])
@@ -133,11 +133,15 @@ class Decoder(nn.Module):
         return loss
 
     def take_counts(self) -> list[float]:
-        """How often each expert of each layer was chosen since this was last asked, for `balance`.
+        """How often each expert of each layer was chosen since this was last asked, layer by layer.
 
-        Empty where no selection bias needs it. Forwards without a gradient, and what backward recomputes, are
-        not counted.
+        0 for layers without experts, or of other stages; empty for a model without any. Forwards without a gradient,
+        and what backward recomputes, are not counted.
         """
+        if not self.model.experts.count:
+            return []
+        if self._counts is None:
+            self._count({})
         counts, self._counts = self._counts, None
         return [] if counts is None else counts.flatten().double().tolist()
 
@@ -154,7 +158,7 @@ class Decoder(nn.Module):
 
     def _count(self, routings: dict[str, Routing]) -> None:
         if self._counts is None:
-            device = self.embedding.weight.device
+            device = next(self.parameters()).device
             size = (self.model.layers, self.model.experts.count)
             self._counts = torch.zeros(size, dtype=torch.int64, device=device)
         for index, routing in routings.items():
