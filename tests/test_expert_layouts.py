@@ -47,7 +47,10 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("softmax", {"dp_shard": 2, "cp": 2, "ep": 2, "zero": 2, "context": "ulysses"}),
     ("softmax", {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 3, "micro_batch": 2}),
     ("not renormalised", {"dp_shard": 4, "zero": 3}),
-    ("shared behind a gate", {"cp": 2, "tp": 2, "ep": 2, "zero": 3, "sequence_parallel": True, "recompute": "full"}),
+    (
+        "shared behind a gate",
+        {"cp": 2, "tp": 2, "ep": 2, "zero": 3, "sequence_parallel": True, "recompute": "full"},
+    ),
     ("shared", {"dp_shard": 2, "tp": 2, "ep": 2, "zero": 2}),
 ]
 
