@@ -57,7 +57,8 @@ def measured(results: list[dict[str, Any]], step: int) -> list[Account]:
 
 
 def train(ranks: Ranks, config: Config) -> dict[str, Any]:
-    results = ranks.run(train_on_ranks, config, world_size=resolve_config(config).mesh.world_size)
+    world_size = resolve_config(config).mesh.world_size
+    results = ranks.run(train_on_ranks, config, world_size=world_size, timeout=300)
     check_replicas(results)
     expected = predicted(config)
     for step in range(config.run.steps):
