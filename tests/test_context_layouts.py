@@ -15,7 +15,7 @@ from fivefold.ledger.total import estimate
 from fivefold.planner.jobs import job_of
 from fivefold.spec.legal import resolve_config
 from ranks import Ranks
-from test_parity import check, check_replicas
+from test_parity import check, check_replicas, worst_by_kind
 from toy import reference, toy_config, train_on_ranks
 
 
@@ -107,3 +107,20 @@ def test_learned_positions_are_those_in_the_sequence(ranks: Ranks, context: str)
     model = replace(config.model, positions="learned", max_positions=16, tied=True, norm="layernorm")
     config = replace(config, model=model)
     check(train(ranks, config), reference(config), 1e-12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_half_precision_differs_no_more_than_a_permutation_does(ranks: Ranks, context: str) -> None:
+    """At most 3 × what one process shows when the rows of its micro-batches change places."""
+    alone = toy_config(dtype="bf16", global_batch=8, micro_batch=2)
+    expected = ranks.run(train_on_ranks, alone, world_size=1, timeout=300)[0]
+    others = [
+        worst_by_kind(ranks.run(train_on_ranks, alone, seed, world_size=1, timeout=300)[0], expected)
+        for seed in (1, 2, 3)
+    ]
+    config = toy_config(
+        dtype="bf16", global_batch=8, micro_batch=2, dp_shard=1, cp=2, zero=1, context=context
+    )
+    for name, error in worst_by_kind(train(ranks, config), expected).items():
+        assert error <= 3 * max(other[name] for other in others), f"{name}: {error:.1e}"

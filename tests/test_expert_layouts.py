@@ -88,7 +88,7 @@ def test_expert_load_is_that_of_the_whole_batch(ranks: Ranks) -> None:
     """top_k 2 of 4: the busiest expert, wanted by every token, gets twice the mean; no load at all does not hang."""
     options = replace(VARIANTS["biased"], count=4)
     config = replace(toy_config(dp_shard=2, cp=2, ep=4, zero=1, global_batch=4), model=with_experts(options))
-    results = ranks.run(expert_load, config)
+    results = ranks.run(expert_load, config, timeout=300)
     assert all(result == results[0] for result in results)
     assert 1.0 < results[0][0] < 2.0
     assert results[0][1] == 2.0
