@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from side_by_side.pool import Refused, Running
-from side_by_side.sizes import SIZES, Size
+from side_by_side.sizes import COMPARED, SIZES, Size
 from side_by_side.systems import HEATS, ONLY, Bar, Heat, System
 
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [heat.name for heat in HEATS]
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=COMPARED)
     parser.add_argument("--heats", nargs="+", choices=names, default=names, help="groups that run together")
     parser.add_argument("--systems", nargs="+", default=[], help="only these (words of their names), e.g. fivefold")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each system (default 5)")
@@ -106,7 +106,9 @@ def _run(
                 running = stack.enter_context(Running(system, SIZES[size], machine))
             except Refused as refusal:
                 result.refused = str(refusal)
+                _say(f"{size} {heat.name}: {system.key} refused: {refusal}")
                 continue
+            _say(f"{size} {heat.name}: {system.key} started in {running.first_step_seconds:.1f} s")
             alive.append(running)
             result.first_step_seconds = running.first_step_seconds
         for turn in range(options.repeats):

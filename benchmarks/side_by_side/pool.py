@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -16,6 +17,10 @@ from side_by_side.sizes import Size
 from side_by_side.systems import System
 
 WORKER = Path(__file__).with_name("worker.py")
+
+
+PATIENCE_SECONDS = 600.0
+"""Without an answer for so long, a system counts as hanging."""
 
 
 class Refused(Exception):
@@ -109,8 +114,12 @@ class Running:
     def _answers(self) -> list[dict[str, Any]]:
         """One answer of every rank."""
         found = []
+        deadline = time.perf_counter() + PATIENCE_SECONDS
         for process in self._ranks:
             assert process.stdout is not None
+            left = max(0.0, deadline - time.perf_counter())
+            if not select.select([process.stdout], [], [], left)[0]:
+                raise Refused(f"no answer in {PATIENCE_SECONDS:.0f} s; last words: {self._last_line()}")
             line = process.stdout.readline()
             answer = json.loads(line) if line else {"refused": self._last_line()}
             if "refused" in answer:

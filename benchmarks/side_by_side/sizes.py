@@ -27,4 +27,7 @@ SIZES = {
     "S1": Size(hidden=256, ffn=688, vocab=4096, micro_batch=4),
     "S2": Size(hidden=512, ffn=1376, vocab=8192, micro_batch=2),
     "MoE": Size(hidden=256, ffn=688, vocab=4096, micro_batch=4, experts=8, expert_ffn=344),
+    "tiny": Size(hidden=64, ffn=128, vocab=256, micro_batch=2, layers=4, sequence=64),
 }
+COMPARED = ("S1", "S2", "MoE")
+"""The sizes that bars are set for; "tiny" is to see whether everything starts."""

@@ -113,5 +113,6 @@ HEATS = (
     Heat("data x tensor", (LOOP, TORCH_2D, DP_TP), (Bar((DP_TP,), (LOOP,), {"S1": 2.2}),)),
     Heat("expert", (LOOP, DDP, EP), (Bar((EP,), (DDP,), {"MoE": 1.6}),)),
 )
-ONLY = {"expert": ("MoE",), "tensor": ("S1",), "pipeline": ("S1",), "context": ("S1",), "data x tensor": ("S1",)}
+_S1 = ("S1", "tiny")
+ONLY = {"expert": ("MoE",), "tensor": _S1, "pipeline": _S1, "context": _S1, "data x tensor": _S1}
 """Heats for some sizes only."""

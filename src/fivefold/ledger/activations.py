@@ -39,7 +39,8 @@ def kept(job: Job, expert: bool) -> Kept:
     norms = 2 * streams * (norm + item)
     if job.stack.keep_gathered:
         norms += 2 * rows * model.hidden * item * (1 - 1 / split)
-    norms += 0 if fused else 2 * max(4, item) * rows / split
+    if not fused or job.stack.attention == "blocked":
+        norms += 2 * max(4, item) * rows / split  # what x was divided by
     masks = 2 * streams if job.stack.dropout else 0.0
     return Kept(
         norms,

@@ -31,67 +31,75 @@ def blocked_causal_attention(
     Returns:
         `[batch, heads, sequence, head_dim]`.
     """
-    batch, heads, sequence, head_dim = query.shape
-    kv_heads = key.shape[1]
-    # The queries of one block that share a KV head become rows of one matrix.
-    grouped = query.reshape(batch * kv_heads, heads // kv_heads, sequence, head_dim)
-    rows = None if documents is None else documents.repeat_interleave(kv_heads, dim=0)
-    out: Tensor = _BlockedCausal.apply(grouped, key.flatten(0, 1), value.flatten(0, 1), rows)  # type: ignore[no-untyped-call]
-    return out.view(batch, heads, sequence, head_dim)
+    return _BlockedCausal.apply(query, key, value, documents)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _BlockedCausal(torch.autograd.Function):
-    """query `[n, group, sequence, head_dim]`, key and value `[n, sequence, head_dim]`, documents
-    `[n, sequence]` or None."""
+    """Inside, the queries that share a KV head lie side by side: `[n, sequence · group, head_dim]` for n KV heads of
+    all rows, so a block of queries is one matrix a KV head, and a view. The result is laid out by positions,
+    `[batch, sequence, heads, head_dim]`, as the output projection reads it: it keeps no copy of its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        batch, kv_heads, sequence, head_dim = key.shape
+        group = query.shape[1] // kv_heads
+        grouped = query.new_empty(batch, kv_heads, sequence, group, head_dim)
+        by_position = query.unflatten(1, (kv_heads, group)).transpose(2, 3)
+        queries = torch.mul(by_position, 1 / sqrt(head_dim), out=grouped).flatten(2, 3).flatten(0, 1)
+        keys, values = key.reshape(-1, sequence, head_dim), value.reshape(-1, sequence, head_dim)
+        out = query.new_empty(batch, sequence, kv_heads, group, head_dim)
+        future = _future(group, query)
         kept = []
-        for start, end in _blocks(query.shape[2]):
-            scores = _scores(query[:, :, start:end], key[:, :end])
-            future = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
-            scores[..., start:].masked_fill_(future, float("-inf"))
+        for start, end in _blocks(sequence):
+            rows = slice(start * group, end * group)
+            scores = torch.bmm(queries[:, rows], keys[:, :end].transpose(1, 2))
+            scores[..., start:].add_(future[: (end - start) * group, : end - start])
             if documents is not None:
                 elsewhere = documents[:, start:end].unsqueeze(2) != documents[:, :end].unsqueeze(1)
-                scores.masked_fill_(elsewhere.unsqueeze(1), float("-inf"))
+                by_row = elsewhere.repeat_interleave(group, dim=1).repeat_interleave(kv_heads, dim=0)
+                scores.masked_fill_(by_row, float("-inf"))
             probabilities = scores.softmax(dim=-1)
-            out[:, :, start:end] = _rows(probabilities, value[:, :end])
+            attended = torch.bmm(probabilities, values[:, :end])
+            out[:, start:end] = attended.view(batch, kv_heads, end - start, group, head_dim).transpose(1, 2)
             kept.append(probabilities)
-        ctx.save_for_backward(query, key, value, out, *kept)
-        return out
+        ctx.save_for_backward(queries, keys, values, out, *kept)
+        return out.flatten(2, 3).transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, *kept = ctx.saved_tensors
-        scale = 1 / sqrt(query.shape[-1])
-        query_slope = torch.empty_like(query, memory_format=torch.contiguous_format)
-        key_slope, value_slope = torch.zeros_like(key), torch.zeros_like(value)
-        mean = (slope * out).sum(dim=-1, keepdim=True)  # Σ_j p_ij · dp_ij
-        for (start, end), probabilities in zip(_blocks(query.shape[2]), kept, strict=True):
-            here = slice(start, end)
-            incoming = slope[:, :, here].flatten(1, 2)
-            flat = probabilities.flatten(1, 2)
-            value_slope[:, :end].baddbmm_(flat.transpose(1, 2), incoming)
-            score_slope = _rows(slope[:, :, here], value[:, :end].transpose(1, 2))
-            score_slope.sub_(mean[:, :, here]).mul_(probabilities)
-            query_slope[:, :, here] = _rows(score_slope, key[:, :end]).mul_(scale)
-            key_slope[:, :end].baddbmm_(
-                score_slope.flatten(1, 2).transpose(1, 2), query[:, :, here].flatten(1, 2), alpha=scale
-            )
-        return query_slope, key_slope, value_slope, None
+        queries, keys, values, out, *kept = ctx.saved_tensors
+        batch, sequence, kv_heads, group, head_dim = out.shape
+        by_position = slope.transpose(1, 2).unflatten(2, (kv_heads, group))
+        mean = _rows((by_position * out).sum(dim=-1, keepdim=True))  # Σ_j p_ij · dp_ij
+        slopes = _rows(by_position)
+        query_slope = torch.empty_like(queries)
+        key_slope, value_slope = torch.zeros_like(keys), torch.zeros_like(values)
+        for (start, end), probabilities in zip(_blocks(sequence), kept, strict=True):
+            rows = slice(start * group, end * group)
+            value_slope[:, :end].baddbmm_(probabilities.transpose(1, 2), slopes[:, rows])
+            score_slope = torch.bmm(slopes[:, rows], values[:, :end].transpose(1, 2))
+            score_slope.sub_(mean[:, rows]).mul_(probabilities)
+            query_slope[:, rows] = torch.bmm(score_slope, keys[:, :end])
+            key_slope[:, :end].baddbmm_(score_slope.transpose(1, 2), queries[:, rows])
+        by_head = query_slope.view(batch, kv_heads, sequence, group, head_dim).transpose(2, 3)
+        result = by_head.new_empty(by_head.shape)
+        torch.mul(by_head, 1 / sqrt(head_dim), out=result)
+        shape = (batch, kv_heads, sequence, head_dim)
+        return result.flatten(1, 2), key_slope.view(shape), value_slope.view(shape), None
 
 
 def _blocks(sequence: int) -> list[tuple[int, int]]:
     return [(start, min(start + _BLOCK, sequence)) for start in range(0, sequence, _BLOCK)]
 
 
-def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """`[n, group, rows, d]` and `[n, keys, d]` → scaled scores `[n, group, rows, keys]`."""
-    return _rows(query, key.transpose(1, 2)).mul_(1 / sqrt(query.shape[-1]))
+def _future(group: int, like: Tensor) -> Tensor:
+    """What is added to the scores of a block's queries (times group) and its keys: −∞ for keys after the query."""
+    forbidden = torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+    return forbidden.repeat_interleave(group, dim=0)
 
 
-def _rows(left: Tensor, right: Tensor) -> Tensor:
-    """`[n, group, rows, a]` times `[n, a, b]` → `[n, group, rows, b]`, as one batched product."""
-    return torch.bmm(left.flatten(1, 2), right).view(*left.shape[:3], right.shape[-1])
+def _rows(x: Tensor) -> Tensor:
+    """`[batch, sequence, kv_heads, group, d]` → `[batch · kv_heads, sequence · group, d]`, contiguous."""
+    return x.transpose(1, 2).flatten(2, 3).flatten(0, 1)

@@ -1,12 +1,11 @@
 """Mixture of experts (Shazeer et al. 2017; shared experts: DeepSeekMoE 2024). No token is ever dropped."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.tree import Model
-from fivefold.nn.feed_forward import make_feed_forward
-from fivefold.nn.grouped import GroupedLinear
+from fivefold.nn.feed_forward import make_feed_forward, swiglu
+from fivefold.nn.grouped import GroupedLinear, copied_in_order
 from fivefold.nn.router import Choice, Router, Routing
 
 
@@ -39,9 +38,10 @@ class Experts(nn.Module):
         tokens, top_k = choice.experts.shape
         by_expert = choice.experts.flatten().argsort(stable=True)
         counts = choice.routing.counts
-        rows = x.repeat_interleave(top_k, dim=0)[by_expert]
-        rows = self.down(F.silu(self.gate(rows, counts)) * self.up(rows, counts), counts)
         back = torch.empty_like(by_expert)
         back[by_expert] = torch.arange(len(by_expert), device=x.device)
-        weighted: Tensor = rows[back].view(tokens, top_k, -1) * choice.weights.unsqueeze(-1)
+        rows = copied_in_order(x, by_expert, back, top_k)
+        rows = self.down(swiglu(self.gate(rows, counts), self.up(rows, counts)), counts)
+        ordered = copied_in_order(rows, back, by_expert)
+        weighted: Tensor = ordered.view(tokens, top_k, -1) * choice.weights.unsqueeze(-1)
         return weighted.sum(dim=1)

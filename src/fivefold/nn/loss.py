@@ -44,14 +44,16 @@ class _CrossEntropySum(torch.autograd.Function):
             counted = labels[chunk] != IGNORED
             target = labels[chunk].where(counted, 0).unsqueeze(1)
             logits = (hidden[chunk] @ weight.T).to(exact)
-            normalizer = logits.logsumexp(dim=1, keepdim=True)
-            loss += (normalizer - logits.gather(1, target)).squeeze(1).where(counted, 0.0).sum()
+            highest = logits.amax(dim=1, keepdim=True)
+            at_target = logits.gather(1, target) - highest
+            powers = logits.sub_(highest).exp_()
+            total = powers.sum(dim=1, keepdim=True)
+            loss += (total.log() - at_target).squeeze(1).where(counted, 0.0).sum()
             if hidden_gradient is None or weight_gradient is None:
                 continue
             # d loss / d logits = softmax − one-hot, zero where the token is not counted
-            slope = logits.sub_(normalizer).exp_()
-            slope.scatter_add_(1, target, torch.full_like(normalizer, -1.0))
-            slope = slope.mul_(counted.unsqueeze(1)).to(weight.dtype)
+            kept = counted.unsqueeze(1).to(exact)
+            slope = powers.mul_(kept / total).scatter_add_(1, target, -kept).to(weight.dtype)
             hidden_gradient[chunk] = slope @ weight
             if exact == weight.dtype:
                 weight_gradient.addmm_(slope.T, hidden[chunk])

@@ -19,14 +19,15 @@ KEPT_SEQUENCE = 2048  # longest sequence for which nn/attention.py keeps probabi
 def stack_of(config: Config, on: Hardware) -> Stack:
     """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the
     compute
-    type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
+    type unit by unit; flash attention; eager norms and activations, on CPUs by hand; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
     moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
-    blocked = on.device.is_cpu and item >= 4
-    blocked = blocked and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
+    by_hand = on.device.is_cpu and item >= 4  # as nn/by_hand.py has it
+    blocked = by_hand and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
+        fused=by_hand,
         compute_copy=0,
         master=exact,
         gather=item,
