@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from side_by_side.pool import Refused, Running
+from side_by_side.pool import RefusedError, Running
 from side_by_side.sizes import COMPARED, SIZES, Size
 from side_by_side.systems import HEATS, ONLY, Bar, Heat, System
 
@@ -73,11 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [heat.name for heat in HEATS]
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=COMPARED)
     parser.add_argument("--heats", nargs="+", choices=names, default=names, help="groups that run together")
-    parser.add_argument("--systems", nargs="+", default=[], help="only these (words of their names), e.g. fivefold")
+    parser.add_argument(
+        "--systems", nargs="+", default=[], help="only these (words of their names), e.g. fivefold"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="turns of each system (default 5)")
     parser.add_argument("--steps", type=int, default=2, help="steps of one turn (default 2)")
     parser.add_argument(
@@ -104,7 +108,7 @@ def _run(
             result = results.setdefault((size, system.key), Result(system, size))
             try:
                 running = stack.enter_context(Running(system, SIZES[size], machine))
-            except Refused as refusal:
+            except RefusedError as refusal:
                 result.refused = str(refusal)
                 _say(f"{size} {heat.name}: {system.key} refused: {refusal}")
                 continue
@@ -115,7 +119,9 @@ def _run(
             for running in alive:
                 rate = _turn(running, SIZES[size], options.steps)
                 rates.setdefault(running.system.key, []).append(rate)
-                _say(f"{size} {heat.name} {turn + 1}/{options.repeats}: {running.system.key} {rate:,.0f} tokens/s")
+                _say(
+                    f"{size} {heat.name} {turn + 1}/{options.repeats}: {running.system.key} {rate:,.0f} tokens/s"
+                )
         for running in alive:
             result = results[size, running.system.key]
             result.rates += rates[running.system.key]
@@ -165,7 +171,9 @@ def _memory(results: Iterable[Result]) -> list[str]:
 
 
 def _table(results: Iterable[Result]) -> str:
-    lines = [f"{'size':5} {'system':22} {'layout':14} {'ranks':>5} {'tokens/s':>9} {'peak GiB':>9} {'first step s':>12}"]
+    lines = [
+        f"{'size':5} {'system':22} {'layout':14} {'ranks':>5} {'tokens/s':>9} {'peak GiB':>9} {'first step s':>12}"
+    ]
     for result in results:
         system = result.system
         start = f"{result.size:5} {system.name:22} {system.layout:14} {system.ranks:5}"

@@ -54,7 +54,9 @@ def make(
     resolved = resolve_config(config, place.world_size if place else 1)
     check_trainable(resolved)
     session = open_session(place, config.parallel.backend, 300.0).__enter__()  # ends with the process
-    chosen = session.from_main(lambda: machine.measure(config.machine, config.precision.dtype, session.device)[0])
+    chosen = session.from_main(
+        lambda: machine.measure(config.machine, config.precision.dtype, session.device)[0]
+    )
     machine.apply(chosen)
     resolved = replace(resolved, config=msgspec.structs.replace(config, machine=chosen))
     loop = Loop(session, resolved, None, None, lambda: False)  # type: ignore[arg-type]  # neither data nor checkpoints

@@ -29,7 +29,13 @@ def make(
 
         apply(Machine(**machine))
     torch.manual_seed(0)
-    ddp_like = {"plain_loop": plain_loop, "ddp": ddp, "fsdp2": fsdp2, "accelerate": accelerate, "fabric": fabric}
+    ddp_like = {
+        "plain_loop": plain_loop,
+        "ddp": ddp,
+        "fsdp2": fsdp2,
+        "accelerate": accelerate,
+        "fabric": fabric,
+    }
     if maker in ddp_like:
         return ddp_like[maker](size)
     if maker == "deepspeed":
@@ -194,7 +200,10 @@ def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
 
     column, row = ColwiseParallel, RowwiseParallel
     for layer in model.model.layers:
-        names = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+        names = {
+            "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+            "mlp": ("gate_proj", "up_proj", "down_proj"),
+        }
         plan = {f"{block}.{name}": column() for block, found in names.items() for name in found[:-1]}
         plan |= {f"{block}.{found[-1]}": row() for block, found in names.items()}
         parallelize_module(layer, mesh, plan)

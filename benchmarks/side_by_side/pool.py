@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 600.0
 """Without an answer for so long, a system counts as hanging."""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The system will not, or cannot, do what it was asked: its reason in one line."""
 
 
@@ -38,7 +38,7 @@ class Running:
     def __init__(self, system: System, size: Size, machine: dict[str, Any] | None) -> None:
         self.system = system
         self.peak_bytes = 0
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the ranks
         spec = json.dumps(
             {
                 "maker": system.maker,
@@ -91,7 +91,11 @@ class Running:
         ranks = self.system.ranks
         environment = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
         # DeepSpeed asks for the accelerator by name; gloo must not look the host's name up.
-        environment |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {
+            "DS_ACCELERATOR": "cpu",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         if ranks > 1:
             environment |= {
                 "RANK": str(rank),
@@ -119,11 +123,11 @@ class Running:
             assert process.stdout is not None
             left = max(0.0, deadline - time.perf_counter())
             if not select.select([process.stdout], [], [], left)[0]:
-                raise Refused(f"no answer in {PATIENCE_SECONDS:.0f} s; last words: {self._last_line()}")
+                raise RefusedError(f"no answer in {PATIENCE_SECONDS:.0f} s; last words: {self._last_line()}")
             line = process.stdout.readline()
             answer = json.loads(line) if line else {"refused": self._last_line()}
             if "refused" in answer:
-                raise Refused(answer["refused"])
+                raise RefusedError(answer["refused"])
             found.append(answer)
         return found
 

@@ -24,7 +24,9 @@ def main() -> None:
     size = Size(**spec["size"])
     try:
         if spec["maker"] == "fivefold":
-            step = fivefold_of.make(size, spec["options"], spec["replicas"], spec["micro_batches"], spec["machine"])
+            step = fivefold_of.make(
+                size, spec["options"], spec["replicas"], spec["micro_batches"], spec["machine"]
+            )
         else:
             step = peers_of.make(spec["maker"], size, spec["options"], spec["micro_batches"], spec["machine"])
         step()

@@ -45,7 +45,7 @@ class _BlockedCausal(torch.autograd.Function):
         batch, kv_heads, sequence, head_dim = key.shape
         group = query.shape[1] // kv_heads
         grouped = query.new_empty(batch, kv_heads, sequence, group, head_dim)
-        by_position = query.unflatten(1, (kv_heads, group)).transpose(2, 3)
+        by_position = torch.unflatten(query, 1, (kv_heads, group)).transpose(2, 3)
         queries = torch.mul(by_position, 1 / sqrt(head_dim), out=grouped).flatten(2, 3).flatten(0, 1)
         keys, values = key.reshape(-1, sequence, head_dim), value.reshape(-1, sequence, head_dim)
         out = query.new_empty(batch, sequence, kv_heads, group, head_dim)
@@ -71,7 +71,7 @@ class _BlockedCausal(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         queries, keys, values, out, *kept = ctx.saved_tensors
         batch, sequence, kv_heads, group, head_dim = out.shape
-        by_position = slope.transpose(1, 2).unflatten(2, (kv_heads, group))
+        by_position = torch.unflatten(slope.transpose(1, 2), 2, (kv_heads, group))
         mean = _rows((by_position * out).sum(dim=-1, keepdim=True))  # Σ_j p_ij · dp_ij
         slopes = _rows(by_position)
         query_slope = torch.empty_like(queries)

@@ -48,7 +48,12 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
         rows = slope.index_select(0, back)
-        return rows.unflatten(0, (-1, ctx.copies)).sum(dim=1) if ctx.copies > 1 else rows, None, None, None
+        return (
+            rows.view(-1, ctx.copies, rows.shape[1]).sum(dim=1) if ctx.copies > 1 else rows,
+            None,
+            None,
+            None,
+        )
 
 
 def copied_in_order(x: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:

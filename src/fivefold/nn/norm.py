@@ -30,8 +30,8 @@ class RMSNorm(nn.RMSNorm):
 class _RMSNorm(torch.autograd.Function):
     """Keeps its input and one number a row.
 
-    Holds a weight gradient, so a pipeline schedule that splits backward runs it twice: it is a hundredth of a
-    layer's work.
+    Holds a weight gradient, so a pipeline schedule that splits backward runs it twice: a few passes over
+    the stream, little beside a layer's products.
     """
 
     @staticmethod
@@ -39,7 +39,8 @@ class _RMSNorm(torch.autograd.Function):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+        out: Tensor = (x * inverse).mul_(weight)
+        return out
 
     @staticmethod
     @once_differentiable

@@ -18,8 +18,8 @@ KEPT_SEQUENCE = 2048  # longest sequence for which nn/attention.py keeps probabi
 
 def stack_of(config: Config, on: Hardware) -> Stack:
     """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the
-    compute
-    type unit by unit; flash attention; eager norms and activations, on CPUs by hand; a loss whose logits never exist whole."""
+    compute type unit by unit; flash attention; eager norms and activations, on CPUs by hand; a loss whose logits
+    never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
     moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
