@@ -8,9 +8,9 @@ feed-forward tensors), measured against autograd's storages.
 from typing import NamedTuple
 
 from fivefold.ledger.job import Job
-from fivefold.ledger.operations import Core, layer, routed_rows
+from fivefold.ledger.operations import LOSS_ELEMENTS, Core, layer, routed_rows
 
-BLOCK = 128  # queries of a block in nn/blocked_attention.py
+BLOCK = 128  # queries of a block in nn/causal_attention.py
 
 
 class Kept(NamedTuple):
@@ -59,27 +59,45 @@ def _projections(job: Job, core: Core) -> float:
     found = float(rows * item * (queries + keys + values))
     if latent.kv_rank:
         found += rows * item * 2 * (latent.kv_rank + latent.q_rank)  # compressed, and normalised
-    if _eager(job):
-        found += rows * item * values  # attention's output is laid out anew for the projection
-        if job.model.positions == "rotary" and item < 8:  # cosine, sine, cast for queries and again for keys
-            found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
+    if _laid_out_anew(job):
+        found += rows * item * values
+    if _eager(job) and job.model.positions == "rotary" and item < 8:
+        # Cosine and sine, cast for queries and again for keys.
+        found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
     if job.model.qk_norm:
         found += rows * item * (core.heads + core.kv_heads) * core.qk_dim
     return found
 
 
 def _scores(job: Job, core: Core) -> float:
-    if job.stack.attention == "blocked":  # probabilities of each block of queries up to its end
-        pairs = core.queries * (core.queries + BLOCK) / 2
-        if core.queries % BLOCK:
-            ends = [*range(BLOCK, core.queries, BLOCK), core.queries]
-            starts = range(0, core.queries, BLOCK)
-            pairs = sum((end - start) * end for start, end in zip(starts, ends, strict=True))
-        return float(core.batch * core.heads * pairs * job.itemsize)
+    if job.stack.attention == "blocked" and job.cp > 1 and job.context == "ring":
+        if job.recompute == "attention":
+            return _normalizers(job, core)
+        # Of a rank's own keys, and of half the keys (or half the queries) for every other rank's.
+        others = (job.cp - 1) * core.queries * -(-core.queries // 2)
+        pairs = _causal_pairs(core.queries) + others
+        return float(core.batch * core.heads * pairs * job.itemsize) + (1 + job.cp) * _normalizers(job, core)
+    if job.stack.attention == "blocked":
+        heads, sequence = (core.heads / job.cp, core.keys) if job.cp > 1 else (core.heads, core.queries)
+        return float(core.batch * heads * _causal_pairs(sequence) * job.itemsize)
     if job.stack.attention != "unfused":
         return 4.0 * core.batch * core.heads * core.queries
     pairs = float(core.batch * core.heads * core.queries * core.keys)
     return pairs * (2 * job.itemsize + 1 if job.stack.dropout else job.itemsize)
+
+
+def _causal_pairs(sequence: int) -> float:
+    """Probabilities of each block of queries up to its end."""
+    if sequence % BLOCK == 0:
+        return sequence * (sequence + BLOCK) / 2
+    ends = [*range(BLOCK, sequence, BLOCK), sequence]
+    starts = range(0, sequence, BLOCK)
+    return float(sum((end - start) * end for start, end in zip(starts, ends, strict=True)))
+
+
+def _normalizers(job: Job, core: Core) -> float:
+    """log Σ exp(score) of every query, where it is kept besides probabilities or instead of them."""
+    return float(core.batch * core.heads * core.queries * max(4, job.itemsize))
 
 
 def _feed_forward(job: Job, expert: bool, fused: bool) -> float:
@@ -107,6 +125,8 @@ def saved(job: Job, expert: bool) -> float:
     boundary = job.tokens * job.model.hidden * job.itemsize / job.sequence_split
     if job.recompute == "full":
         return boundary
+    if job.recompute == "attention" and job.cp > 1 and job.context == "ring":
+        return full.total  # the ring is not run again: see `_scores`
     if job.recompute == "attention":
         return full.total - full.core - _core_output(job, expert)
     if job.recompute == "elementwise":
@@ -117,7 +137,12 @@ def saved(job: Job, expert: bool) -> float:
 def _core_output(job: Job, expert: bool) -> float:
     """The attention core's own output, where the projection keeps a copy of it besides."""
     core = layer(job, expert).core
-    return float(job.tokens * job.itemsize * core.heads * core.v_dim) if _eager(job) else 0.0
+    return float(job.tokens * job.itemsize * core.heads * core.v_dim) if _laid_out_anew(job) else 0.0
+
+
+def _laid_out_anew(job: Job) -> bool:
+    """Whether the output projection keeps a copy of attention's output."""
+    return _eager(job) or job.cp > 1
 
 
 def _eager(job: Job) -> bool:
@@ -144,12 +169,14 @@ def loss(job: Job) -> float:
 
 
 def loss_chunk(job: Job) -> float:
-    """The live chunk of logits: 4 Mi of them in the compute type and float32, and the head's gradient there."""
+    """The live chunk of logits: at most 4 Mi, in the compute type and float32, and the head's gradient there."""
     if not job.stack.chunked_loss:
         return 0.0
     vocab = -(-job.model.vocab // job.tp)
     wide = max(4, job.itemsize)
-    return float((1 << 22) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
+    return float(
+        min(LOSS_ELEMENTS, job.tokens * vocab) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide
+    )
 
 
 def embedding(job: Job) -> float:

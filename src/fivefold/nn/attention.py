@@ -1,7 +1,8 @@
 """Causal attention inside documents, with grouped key/value heads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from fivefold.config.tree import Model
-from fivefold.nn.blocked_attention import blocked_causal_attention
+from fivefold.nn.by_hand import by_hand
+from fivefold.nn.causal_attention import blocked_causal_attention
 from fivefold.nn.recompute import Recompute
+from fivefold.nn.region import Projection
 from fivefold.nn.rotary import Rotary, apply_rotary
 
 KEPT_SEQUENCE = 2048
@@ -42,6 +45,10 @@ class Segments:
         return Segments(lengths, None if whole_rows else documents.to(device or documents.device))
 
 
+Core: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+"""What `causal_attention` is, here or over ranks."""
+
+
 class Packed(NamedTuple):
     """Queries, keys and values of a flattened micro-batch, each `[tokens, heads, head_dim]`."""
 
@@ -63,8 +70,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
         `[batch, heads, sequence, head_dim]`.
     """
     batch, heads, sequence, head_dim = query.shape
-    exact = query.dtype in (torch.float32, torch.float64)
-    if query.device.type == "cpu" and exact and sequence <= KEPT_SEQUENCE:
+    if by_hand(query) and sequence <= KEPT_SEQUENCE:
         return blocked_causal_attention(query, key, value, segments.documents)
     if segments.documents is None:
         return _flash(query, key, value)
@@ -107,7 +113,7 @@ class Attention(nn.Module):
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.core = recompute.attention(causal_attention)
+        self.core: Core = recompute.attention(causal_attention)
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = nn.Linear(model.hidden, queries, bias=model.qkv_bias)
         self.key = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
@@ -117,7 +123,7 @@ class Attention(nn.Module):
             self.key_norm: nn.Module = nn.RMSNorm(model.head_dim, eps=model.norm_eps)
         else:
             self.query_norm = self.key_norm = nn.Identity()
-        self.output = nn.Linear(queries, model.hidden, bias=model.output_bias)
+        self.output = Projection(queries, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`; without `rotary` no position enters here."""

@@ -1,105 +1,202 @@
-"""Causal attention on CPUs, in blocks of queries that see only the keys up to their end.
+"""Pieces of attention, as context parallelism has them: blocks of queries that see only the keys up to their end, or
+any queries and any keys. Whole rows: `causal_attention.py`.
 
-Half the work of a full score matrix, all of it in batched matrix products, with the probabilities kept for
-backward: about twice as fast as torch's flash kernel for CPUs, which computes them again.
+Half the work of a full score matrix, all of it in batched matrix products. The probabilities are kept for
+backward, which on CPUs is about twice as fast as torch's flash kernel that computes them again; or they are
+computed again here too, from the logarithm of their normaliser, where they would be too many to keep.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _BLOCK = 128
 """Queries in a block."""
+_BLOCK_ELEMENTS = 1 << 24
+"""Scores of a block, where they are not kept: batch rows and heads are taken in runs that stay below."""
 
 
-def blocked_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None
-) -> Tensor:
-    """Softmax attention of each position to itself and those before it in its document.
+def grouped(query: Tensor, kv_heads: int) -> Tensor:
+    """`[batch, heads, sequence, head_dim]` → `[batch · kv_heads, group, sequence, head_dim]`: the queries of one
+    block that share a KV head become rows of one matrix."""
+    batch, heads, sequence, head_dim = query.shape
+    return query.reshape(batch * kv_heads, heads // kv_heads, sequence, head_dim)
 
-    Keeps (T² + 128·T) / 2 probabilities per head for backward, for sequence length T.
+
+def per_head(documents: Tensor | None, kv_heads: int) -> Tensor | None:
+    """`[batch, sequence]` → `[batch · kv_heads, sequence]`."""
+    return None if documents is None else documents.repeat_interleave(kv_heads, dim=0)
+
+
+class Visible(NamedTuple):
+    """Which keys of a piece its queries see.
+
+    Attributes:
+        causal: query i sees keys 0 … i (there are as many of either); otherwise all.
+        query_documents, key_documents: `[n, rows]` and `[n, keys]`: only those of its document; None = all.
+    """
+
+    causal: bool
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some queries against some keys, each query's result normalised over these keys alone.
+
+    Attributes:
+        out: `[n, group, rows, head_dim]`.
+        normalizer: `[n, group, rows, 1]`, log Σ exp(score); −∞ (and `out` 0) where a query sees no key.
+        kept: the probabilities of each block, if they are kept.
+    """
+
+    out: Tensor
+    normalizer: Tensor
+    kept: list[Tensor]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, visible: Visible, keep: bool) -> Piece:
+    """query `[n, group, rows, head_dim]`, key and value `[n, keys, head_dim]`, in float32 or float64."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    normalizer = out.new_empty((*out.shape[:3], 1))
+    kept = []
+    for block in _blocks(query, key, visible, keep):
+        scores = _scores(query, key, visible, block)
+        largest = scores.amax(dim=-1, keepdim=True)
+        probabilities = scores.softmax(dim=-1)
+        normalizer[block.at] = largest - probabilities.amax(dim=-1, keepdim=True).log()
+        if visible.query_documents is not None and (unseen := largest == float("-inf")).any():
+            probabilities.masked_fill_(unseen, 0.0)
+            normalizer[block.at].masked_fill_(unseen, float("-inf"))
+        out[block.at] = _rows(probabilities, value[block.seen])
+        if keep:
+            kept.append(probabilities)
+    return Piece(out, normalizer, kept)
+
+
+class Slopes(NamedTuple):
+    """Gradients of query `[n, group, rows, head_dim]`, key and value `[n, keys, head_dim]`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def attend_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Visible,
+    kept: list[Tensor],
+    slope: Tensor,
+    mean: Tensor,
+) -> Slopes:
+    """The gradients of a piece whose probabilities were kept.
 
     Args:
-        query: `[batch, heads, sequence, head_dim]`.
-        key: `[batch, kv_heads, sequence, head_dim]`, as is value; query head h reads KV head
-            h · kv_heads / heads.
-        documents: `[batch, sequence]`, the document each position is in; None = one a row.
-
-    Returns:
-        `[batch, heads, sequence, head_dim]`.
+        slope: the gradient of the result, `[n, group, rows, head_dim]`. Of a query that sees other keys
+            besides, times this piece's share in it, exp(normalizer − log Σ exp(score) of all).
+        mean: Σ slope · result over the last dim, `[n, group, rows, 1]`, times that share too.
     """
-    return _BlockedCausal.apply(query, key, value, documents)  # type: ignore[no-any-return,no-untyped-call]
+    slopes = _no_slopes(query, key, value)
+    for block, probabilities in zip(_blocks(query, key, visible, True), kept, strict=True):
+        _add_slopes(slopes, block, query, key, value, probabilities, slope, mean)
+    return slopes
 
 
-class _BlockedCausal(torch.autograd.Function):
-    """Inside, the queries that share a KV head lie side by side: `[n, sequence · group, head_dim]` for n KV heads of
-    all rows, so a block of queries is one matrix a KV head, and a view. The result is laid out by positions,
-    `[batch, sequence, heads, head_dim]`, as the output projection reads it: it keeps no copy of its own.
+def attend_backward_again(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Visible,
+    normalizer: Tensor,
+    slope: Tensor,
+    mean: Tensor,
+) -> Slopes:
+    """As `attend_backward`, the probabilities computed again.
+
+    Args:
+        normalizer: log Σ exp(score) over all keys that a query sees, here or in other pieces, so that `slope`
+            and `mean` are those of the whole result.
     """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        batch, kv_heads, sequence, head_dim = key.shape
-        group = query.shape[1] // kv_heads
-        grouped = query.new_empty(batch, kv_heads, sequence, group, head_dim)
-        by_position = torch.unflatten(query, 1, (kv_heads, group)).transpose(2, 3)
-        queries = torch.mul(by_position, 1 / sqrt(head_dim), out=grouped).flatten(2, 3).flatten(0, 1)
-        keys, values = key.reshape(-1, sequence, head_dim), value.reshape(-1, sequence, head_dim)
-        out = query.new_empty(batch, sequence, kv_heads, group, head_dim)
-        future = _future(group, query)
-        kept = []
-        for start, end in _blocks(sequence):
-            rows = slice(start * group, end * group)
-            scores = torch.bmm(queries[:, rows], keys[:, :end].transpose(1, 2))
-            scores[..., start:].add_(future[: (end - start) * group, : end - start])
-            if documents is not None:
-                elsewhere = documents[:, start:end].unsqueeze(2) != documents[:, :end].unsqueeze(1)
-                by_row = elsewhere.repeat_interleave(group, dim=1).repeat_interleave(kv_heads, dim=0)
-                scores.masked_fill_(by_row, float("-inf"))
-            probabilities = scores.softmax(dim=-1)
-            attended = torch.bmm(probabilities, values[:, :end])
-            out[:, start:end] = attended.view(batch, kv_heads, end - start, group, head_dim).transpose(1, 2)
-            kept.append(probabilities)
-        ctx.save_for_backward(queries, keys, values, out, *kept)
-        return out.flatten(2, 3).transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        queries, keys, values, out, *kept = ctx.saved_tensors
-        batch, sequence, kv_heads, group, head_dim = out.shape
-        by_position = torch.unflatten(slope.transpose(1, 2), 2, (kv_heads, group))
-        mean = _rows((by_position * out).sum(dim=-1, keepdim=True))  # Σ_j p_ij · dp_ij
-        slopes = _rows(by_position)
-        query_slope = torch.empty_like(queries)
-        key_slope, value_slope = torch.zeros_like(keys), torch.zeros_like(values)
-        for (start, end), probabilities in zip(_blocks(sequence), kept, strict=True):
-            rows = slice(start * group, end * group)
-            value_slope[:, :end].baddbmm_(probabilities.transpose(1, 2), slopes[:, rows])
-            score_slope = torch.bmm(slopes[:, rows], values[:, :end].transpose(1, 2))
-            score_slope.sub_(mean[:, rows]).mul_(probabilities)
-            query_slope[:, rows] = torch.bmm(score_slope, keys[:, :end])
-            key_slope[:, :end].baddbmm_(score_slope.transpose(1, 2), queries[:, rows])
-        by_head = query_slope.view(batch, kv_heads, sequence, group, head_dim).transpose(2, 3)
-        result = by_head.new_empty(by_head.shape)
-        torch.mul(by_head, 1 / sqrt(head_dim), out=result)
-        shape = (batch, kv_heads, sequence, head_dim)
-        return result.flatten(1, 2), key_slope.view(shape), value_slope.view(shape), None
+    slopes = _no_slopes(query, key, value)
+    for block in _blocks(query, key, visible, False):
+        probabilities = _scores(query, key, visible, block).sub_(normalizer[block.at]).exp_()
+        _add_slopes(slopes, block, query, key, value, probabilities, slope, mean)
+    return slopes
 
 
-def _blocks(sequence: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _BLOCK, sequence)) for start in range(0, sequence, _BLOCK)]
+class _Block(NamedTuple):
+    n: slice
+    start: int
+    end: int
+    keys: int  # that it sees: the first so many
+
+    @property
+    def at(self) -> tuple[slice, slice, slice]:
+        return self.n, slice(None), slice(self.start, self.end)
+
+    @property
+    def seen(self) -> tuple[slice, slice]:
+        return self.n, slice(0, self.keys)
 
 
-def _future(group: int, like: Tensor) -> Tensor:
-    """What is added to the scores of a block's queries (times group) and its keys: −∞ for keys after the query."""
-    forbidden = torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
-    return forbidden.repeat_interleave(group, dim=0)
+def _blocks(query: Tensor, key: Tensor, visible: Visible, keep: bool) -> Iterator[_Block]:
+    n, group, rows, _ = query.shape
+    keys = key.shape[1]
+    run = n if keep else max(1, min(n, _BLOCK_ELEMENTS // max(1, group * min(rows, _BLOCK) * keys)))
+    for first in range(0, n, run):
+        for start in range(0, rows, _BLOCK):
+            end = min(start + _BLOCK, rows)
+            yield _Block(slice(first, min(first + run, n)), start, end, end if visible.causal else keys)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """`[batch, sequence, kv_heads, group, d]` → `[batch · kv_heads, sequence · group, d]`, contiguous."""
-    return x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+def _scores(query: Tensor, key: Tensor, visible: Visible, block: _Block) -> Tensor:
+    """`[n, group, rows, keys]` of a block, −∞ where a key is not seen."""
+    scores = _rows(query[block.at], key[block.seen].transpose(1, 2)).mul_(1 / sqrt(query.shape[-1]))
+    if visible.causal:
+        size = block.end - block.start
+        future = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
+        scores[..., block.start :].masked_fill_(future, float("-inf"))
+    if visible.query_documents is not None and visible.key_documents is not None:
+        own = visible.query_documents[block.n, block.start : block.end].unsqueeze(2)
+        elsewhere = own != visible.key_documents[block.seen].unsqueeze(1)
+        scores.masked_fill_(elsewhere.unsqueeze(1), float("-inf"))
+    return scores
+
+
+def _no_slopes(query: Tensor, key: Tensor, value: Tensor) -> Slopes:
+    contiguous = torch.contiguous_format
+    return Slopes(*(torch.zeros_like(x, memory_format=contiguous) for x in (query, key, value)))
+
+
+def _add_slopes(
+    slopes: Slopes,
+    block: _Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    probabilities: Tensor,
+    slope: Tensor,
+    mean: Tensor,
+) -> None:
+    """Adds what one block contributes."""
+    scale = 1 / sqrt(query.shape[-1])
+    incoming = slope[block.at]
+    slopes.value[block.seen].baddbmm_(probabilities.flatten(1, 2).transpose(1, 2), incoming.flatten(1, 2))
+    score_slope = _rows(incoming, value[block.seen].transpose(1, 2))
+    score_slope.sub_(mean[block.at]).mul_(probabilities)
+    slopes.query[block.at] = _rows(score_slope, key[block.seen]).mul_(scale)
+    slopes.key[block.seen].baddbmm_(
+        score_slope.flatten(1, 2).transpose(1, 2), query[block.at].flatten(1, 2), alpha=scale
+    )
+
+
+def _rows(left: Tensor, right: Tensor) -> Tensor:
+    """`[n, group, rows, a]` times `[n, a, b]` → `[n, group, rows, b]`, as one batched product."""
+    return torch.bmm(left.flatten(1, 2), right).view(*left.shape[:3], right.shape[-1])

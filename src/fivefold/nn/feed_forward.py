@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.config.tree import Model
 from fivefold.nn.by_hand import by_hand
+from fivefold.nn.region import Projection
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -48,7 +49,7 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self.gate = nn.Linear(model.hidden, width, bias=model.output_bias)
         self.up = nn.Linear(model.hidden, width, bias=model.output_bias)
-        self.down = nn.Linear(width, model.hidden, bias=model.output_bias)
+        self.down = Projection(width, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`."""
@@ -62,7 +63,7 @@ class PlainFeedForward(nn.Module):
         super().__init__()
         self.activation = _ACTIVATIONS[model.activation]
         self.up = nn.Linear(model.hidden, width, bias=model.output_bias)
-        self.down = nn.Linear(width, model.hidden, bias=model.output_bias)
+        self.down = Projection(width, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`."""
