@@ -129,8 +129,8 @@ def _share(resolved: Resolved, step: int, permutation: int, session: Session) ->
     if permutation:
         order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(permutation))
         batch = type(batch)(batch.tokens[order], batch.labels[order], batch.documents[order])
-    data_rank = resolved.mesh.data_rank(session.rank)
-    return held_out_share(batch, resolved.batch, data_rank, session.device)
+    data_rank, spans = resolved.mesh.data_rank(session.rank), resolved.spans(session.rank)
+    return held_out_share(batch, resolved.batch, data_rank, session.device, spans)
 
 
 def _inspect(stepper: Stepper, activations: SavedActivations, found: Measured) -> None:
