@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fivefold.config.tree import Batch, Config, Machine, Model, Precision
+from fivefold.data.rows import Batch as Rows
 from fivefold.ledger.flops import forward_per_token
-from fivefold.nn.attention import Segments
 from fivefold.spec.legal import resolve_config
 from fivefold.spec.parameters import total
 from fivefold.trainer.batches import MicroBatch
@@ -128,7 +128,8 @@ def _fivefold(model: Model, device: torch.device, rows: Tensor, compiled: bool) 
     loop = Loop(session, resolve_config(config, 1), None, None, lambda: False)  # type: ignore[arg-type]  # no data
     if compiled:
         loop.model.module.compile()
-    batch = MicroBatch(tokens, labels, Segments((sequence,) * count), labels.numel())
+    documents = torch.zeros(count, sequence, dtype=torch.int32)
+    batch = MicroBatch.of(Rows(tokens.cpu(), labels.cpu(), documents), device)
     return lambda: loop.stepper.step([batch], 1e-4).loss
 
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from fivefold.config.tree import Batch, Config, Experts, Machine, Model, Parallel
-from fivefold.nn.attention import Segments
+from fivefold.data.rows import Batch as Rows
 from fivefold.spec.legal import check_trainable, resolve_config
 from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch
@@ -60,7 +60,7 @@ def make(
     machine.apply(chosen)
     resolved = replace(resolved, config=msgspec.structs.replace(config, machine=chosen))
     loop = Loop(session, resolved, None, None, lambda: False)  # type: ignore[arg-type]  # neither data nor checkpoints
-    shares = [_micro_batch(size, 7 * number + loop.data_rank) for number in range(micro_batches)]
+    shares = [_micro_batch(size, 7 * number + loop.data_rank, loop) for number in range(micro_batches)]
     return lambda: _step(loop, shares)
 
 
@@ -69,9 +69,9 @@ def _step(loop: Loop, shares: list[MicroBatch]) -> None:
     assert result.skipped is None
 
 
-def _micro_batch(size: Size, seed: int) -> MicroBatch:
+def _micro_batch(size: Size, seed: int, loop: Loop) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(size.vocab, (size.micro_batch, size.sequence + 1), generator=generator)
-    segments = Segments((size.sequence,) * size.micro_batch)
     tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    return MicroBatch(tokens, labels, segments, labels.numel())
+    whole = Rows(tokens, labels, torch.zeros_like(tokens, dtype=torch.int32))
+    return MicroBatch.of(whole, loop.session.device, spans=loop.resolved.spans(loop.session.rank))
