@@ -20,6 +20,7 @@ class Stack:
         attention: scores in memory; FlashAttention-2; the vendor's newest kernel (cuDNN, FA3); or blocks of
             queries that keep their probabilities (nn/causal_attention.py, CPUs).
         fused: norms and activations are one kernel each and keep only their inputs.
+        by_hand: eager, but norms, SwiGLU and rotary keep only their inputs (nn/by_hand.py).
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
@@ -43,6 +44,8 @@ class Stack:
             one float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
         chunked_loss: logits exist a few million at a time, their gradients made in the forward
             (nn/loss.py): kept are the gradients of the head's input and weight.
+        returns_logits: the pipeline's last stage keeps the logits of all micro-batches and joins them at the
+            end of the step (torch's schedules unless asked for losses only).
         keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op
             mode: 2).
         early_stop: full recompute of a layer ends before its last product, whose output nothing needs (torch's
@@ -62,6 +65,7 @@ class Stack:
 
     attention: Attention = "flash"
     fused: bool = False
+    by_hand: bool = False
     compiled: bool = False
     dropout: bool = False
     compute_copy: int = 2
@@ -80,6 +84,7 @@ class Stack:
     fused_loss: bool = False
     loss_bytes: float = 14.0
     chunked_loss: bool = False
+    returns_logits: bool = False
     keep_every: int = 1
     early_stop: bool = False
     keep_gathered: bool = False

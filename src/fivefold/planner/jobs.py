@@ -30,7 +30,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     blocked = by_hand and length * seen <= KEPT_SEQUENCE**2 and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
-        fused=by_hand,
+        by_hand=by_hand,
         compute_copy=item if item != exact else 0,
         shard_apart=True,
         master=exact,
