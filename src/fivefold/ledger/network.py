@@ -63,7 +63,7 @@ def algorithms(primitive: Primitive, size: float, ranks: int, on: Wires) -> Mapp
     if primitive == "all_reduce":
         found = {
             "ring": seconds(ring.all_reduce(ranks), size, link),
-            "double tree": tree.all_reduce_seconds(ranks, size, link),
+            "double-tree": tree.all_reduce_seconds(ranks, size, link),
             "halving-doubling": halving.all_reduce_seconds(ranks, size, link),
         }
         if on.in_network and ranks > 4:
