@@ -13,6 +13,7 @@ r's own in a reduce-scatter or all-gather.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 
@@ -65,10 +66,18 @@ class Program:
 
 
 class Link(NamedTuple):
-    """Seconds a message costs, and bytes/s of one rank in one direction."""
+    """Seconds a message costs, and bytes/s of one rank in one direction; beyond `knee` bytes, at another rate
+    (a message that no cache holds)."""
 
     latency: float
     bandwidth: float
+    knee: float = inf
+    far_bandwidth: float = inf
+
+    def seconds(self, size: float) -> float:
+        """Time of a message of `size` bytes."""
+        near = self.latency + min(size, self.knee) / self.bandwidth
+        return near + (size - self.knee) / self.far_bandwidth if size > self.knee else near
 
 
 class Fabric(NamedTuple):
@@ -101,7 +110,7 @@ def seconds(program: Program, size: float, on: Link | Fabric) -> float:
 def _round_seconds(round_: Sequence[Transfer], chunk: float, on: Link | Fabric) -> float:
     """Links of both kinds work at once: a round lasts as long as the slower of the two."""
     if isinstance(on, Link):
-        return on.latency + busiest(round_) * chunk / on.bandwidth
+        return on.seconds(busiest(round_) * chunk)
     crossing = [t for t in round_ if t.source // on.local != t.target // on.local]
     inside = [t for t in round_ if t.source // on.local == t.target // on.local]
     if on.shared:
