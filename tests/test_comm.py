@@ -94,7 +94,7 @@ def test_a_calibrated_file_reaches_the_ledger(tmp_path: Path) -> None:
     assert (reduce.smallest, reduce.largest) == (1024, 16384)
     found = collective_seconds("all_reduce", 20000.0, 2, 1, wires(hardware, Physics()))
     assert found == pytest.approx(reduce.link.seconds(20000.0))
-    config = ["--set", f"cluster.path={file}", "--set", "batch.global_batch=8"]
+    config = ["--set", f"cluster.path={file}", "--set", "batch.global_batch=16"]
     estimated = json.loads(fivefold("estimate", "quickstart", "--json", *config))
     assert estimated["world_size"] == 2
     gradient = [row for row in estimated["traffic"] if row["primitive"] == "all_reduce"]

@@ -1,0 +1,64 @@
+"""What compressed sums of gradients put on the wire. Twin of collectives/compression/."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from fivefold.ledger.network import Primitive
+
+Method = Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"]
+BLOCK = 256  # numbers that share an int8 scale
+LEAST_RATIO = 2.0  # PowerSGD: a matrix whose factors are not this much smaller is summed as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How gradients are summed over the data-parallel ranks.
+
+    Attributes:
+        density: topk: part of a bucket's elements that a rank sends.
+        rank: powersgd: columns of the factors.
+        threshold: threshold: how many root mean squares an element must reach.
+    """
+
+    method: Method
+    density: float = 0.01
+    rank: int = 4
+    threshold: float = 3.0
+
+
+def low_rank(shape: Sequence[int], rank: int) -> bool:
+    """Whether PowerSGD sends a tensor as two factors."""
+    if len(shape) < 2:
+        return False
+    rows, columns = shape[0], prod(shape[1:])
+    return (rows + columns) * rank * LEAST_RATIO < rows * columns
+
+
+def messages(
+    how: Compression, shapes: Sequence[Sequence[int]], itemsize: int, ranks: int
+) -> list[tuple[Primitive, int]]:
+    """(primitive, bytes as the ledger counts them) of one sum of a bucket of tensors of these shapes.
+
+    A threshold sends as many elements as the gradient has beyond it: three root mean squares leave about 1 % of a
+    heavy-tailed one; `density` is taken for it.
+    """
+    elements = sum(map(prod, shapes))
+    if how.method in ("bf16", "fp16", "int8"):
+        share = -(-elements // (ranks * BLOCK)) * BLOCK
+        coded = share * 2 if how.method != "int8" else share + 4 * share // BLOCK
+        return [("all_to_all", ranks * coded), ("all_gather", ranks * coded)]
+    if how.method in ("topk", "threshold"):
+        count = max(1, min(elements, round(how.density * elements)))
+        if how.density * ranks >= 1 or count * ranks >= elements:
+            return [("all_reduce", elements * itemsize)]
+        return [("all_gather", ranks * count * (itemsize + 4))]
+    if how.method == "powersgd":
+        low = [shape for shape in shapes if low_rank(shape, how.rank)]
+        left = sum(shape[0] * how.rank for shape in low)
+        right = sum(prod(shape[1:]) * how.rank for shape in low)
+        whole = sum(prod(shape) for shape in shapes if not low_rank(shape, how.rank))
+        found: list[tuple[Primitive, int]] = [("all_reduce", (left + whole) * itemsize)]
+        return [*found, ("all_reduce", right * itemsize)] if low else found
+    return [("all_reduce", elements * itemsize)]
