@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from fivefold.config.tree import Config, Parallel
 from fivefold.ledger.network import Primitive
 
 Method = Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"]
@@ -26,6 +27,22 @@ class Compression:
     density: float = 0.01
     rank: int = 4
     threshold: float = 3.0
+
+
+def compression_of(parallel: Parallel) -> Compression:
+    """What a layout asks for."""
+    return Compression(
+        parallel.compression,
+        parallel.compression_density,
+        parallel.compression_rank,
+        parallel.compression_threshold,
+    )
+
+
+def corrected_momentum(config: Config) -> float:
+    """The momentum that sparse compression applies before it selects, in place of the optimizer (SGD only)."""
+    sparse = config.parallel.compression in ("topk", "threshold")
+    return config.optimizer.momentum if sparse and config.optimizer.name == "sgd" else 0.0
 
 
 def low_rank(shape: Sequence[int], rank: int) -> bool:

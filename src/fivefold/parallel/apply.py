@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fivefold.collectives.compression import compressor
+from fivefold.ledger.compression import compression_of, corrected_momentum
 from fivefold.nn.decoder import Decoder
 from fivefold.parallel.bucket import Bucket, Division
 from fivefold.parallel.data import DataParallel, Unit, compute_dtype, master_dtype
@@ -101,6 +103,9 @@ class _Split:
         ep, zero = config.parallel.ep, config.parallel.zero
         parts = [part_of(config.model, spec, mesh, ep, self._rank) for spec in specs]
         bucket = Bucket([part.shape for part in parts], division, self._device)
+        if division.replicate is not None:
+            made = compressor(compression_of(config.parallel), corrected_momentum(config), config.run.seed)
+            bucket.compress(made, [spec.name for spec in specs])
         for spec, part, parameter, value in zip(specs, parts, bucket.parameters, bucket.values, strict=True):
             setattr(owned[spec.name], spec.name.rpartition(".")[2], parameter)
             dim = sharded_dim(part.shape, bucket.shards)

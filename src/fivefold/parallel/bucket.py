@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fivefold.collectives.compression import Compressor
 from fivefold.spec.parts import shard_range, sharded_dim
 
 
@@ -102,6 +103,15 @@ class Bucket:
         self._gradient: Tensor | None = None
         self._arrived = 0
         self._is_reduced = False
+        self.compressor: Compressor | None = None
+        self._names: Sequence[str] = ()
+
+    def compress(self, compressor: Compressor | None, names: Sequence[str]) -> None:
+        """From now on sums over the replicas go through `compressor`, by the parameters' names."""
+        self._names = names
+        self.compressor = compressor
+        if compressor is not None:
+            compressor.prepare([(n, torch.zeros_like(v)) for n, v in zip(names, self.values, strict=True)])
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -115,6 +125,8 @@ class Bucket:
 
     def refresh(self, *, gather: bool) -> None:
         """Follows a change of the values: casts them, or gathers them at once, or leaves that to their use."""
+        if self.compressor is not None:
+            self.compressor.memory.settle(True)
         if self.gathers:
             self._is_whole = False
             if gather:
@@ -193,7 +205,7 @@ class Bucket:
         elif self.division.replicate is not None:
             self._gradient = torch.cat([_gradient(slot.parameter).flatten() for slot in self._slots])
             self._forget()
-            self._reducing = dist.all_reduce(self._gradient, group=self.division.replicate, async_op=True)
+            self._sum_replicas(self.division.replicate)
 
     def accumulate(self) -> None:
         """After a backward: adds what it has reduced to what the step has so far."""
@@ -208,7 +220,25 @@ class Bucket:
     def reduce_replicas(self) -> None:
         """Begins to sum the shards' gradients over the ranks that hold the same rows."""
         if self.gathers and self.division.replicate is not None:
-            self._reducing = dist.all_reduce(self._gradient, group=self.division.replicate, async_op=True)
+            self._sum_replicas(self.division.replicate)
+
+    def _sum_replicas(self, group: ProcessGroup) -> None:
+        """Begins to sum the gradient over a group; a compressed sum ends here, too."""
+        if self.compressor is None:
+            self._reducing = dist.all_reduce(self._gradient, group=group, async_op=True)
+        else:
+            assert self._gradient is not None
+            if not any(value.numel() for value in self.values):  # the last shards of few rows hold none
+                return
+            self.compressor.reduce(
+                [(n, self._own(s)) for n, s in zip(self._names, self._slots, strict=True)], group
+            )
+
+    def _own(self, slot: _Slot) -> Tensor:
+        """A parameter's place in this rank's gradient."""
+        assert self._gradient is not None
+        own = self._gradient[slot.offset : slot.offset + slot.value.numel()]
+        return own.view(slot.value.shape)
 
     def finish(self) -> None:
         """Waits, and gives every value its gradient."""
@@ -219,11 +249,12 @@ class Bucket:
             if self._gradient is None:
                 slot.value.grad = slot.parameter.grad
             else:
-                own = self._gradient[slot.offset : slot.offset + slot.value.numel()]
-                slot.value.grad = own.view(slot.value.shape)
+                slot.value.grad = self._own(slot)
 
     def clear(self) -> None:
-        """Drops the gradients."""
+        """Drops the gradients, and what a compressor would keep of a step that was not applied."""
+        if self.compressor is not None:
+            self.compressor.memory.settle(False)
         self._gradient = None
         for slot in self._slots:
             slot.parameter.grad = slot.value.grad = None

@@ -27,10 +27,10 @@ from fivefold.trainer.checkpoint import Checkpointer
 from fivefold.trainer.evaluate import evaluate
 from fivefold.trainer.identity import identity, refuse_change
 from fivefold.trainer.loss_scale import LossScale
-from fivefold.trainer.optimizer import LocalOptimizer
+from fivefold.trainer.optimizer import LocalOptimizer, behind
 from fivefold.trainer.session import Session
 from fivefold.trainer.shelf import CheckpointError
-from fivefold.trainer.state import Counters, tensors
+from fivefold.trainer.state import Counters, Regrouped, tensors
 from fivefold.trainer.step import Stepper, StepResult
 
 
@@ -62,7 +62,7 @@ class Loop:
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
-            LocalOptimizer(config.optimizer, model.parameters),
+            LocalOptimizer(behind(config), model.parameters),
             session.agreement,
             session.recorder,
             StepClock(),
@@ -93,11 +93,13 @@ class Loop:
         path = self.checkpoints.latest()
         if path is None:
             return
+        regrouped = Regrouped(self.model, self.checkpoints.shapes(path))
         stored = self.checkpoints.load(
             path,
-            tensors(self.model, self.stepper.optimizer),
+            tensors(self.model, self.stepper.optimizer) | regrouped.tensors,
             lambda counters: refuse_change(counters["identity"], self._identity(), path),
         )
+        regrouped.adopt()
         del stored["identity"]
         scale = stored.pop("loss_scale")
         self.counters = Counters(**stored)

@@ -27,7 +27,11 @@ class Compressor(Protocol):
 
     memory: Memory
 
-    def reduce(self, parts: Parts, group: dist.ProcessGroup) -> None: ...
+    def prepare(self, parts: Parts) -> None:
+        """Makes the state of parameters of these shapes: nothing kept yet."""
+
+    def reduce(self, parts: Parts, group: dist.ProcessGroup) -> None:
+        """Sums the tensors over the group, in place. Collective."""
 
 
 def compressor(how: Compression, momentum: float = 0.0, seed: int = 0) -> Compressor | None:

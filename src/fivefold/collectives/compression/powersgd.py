@@ -24,6 +24,14 @@ class PowerSGD:
         self._seed = seed
         self.memory = Memory()
 
+    def prepare(self, parts: Parts) -> None:
+        """Makes the state of parameters of these shapes."""
+        for name, tensor in parts:
+            if self._is_low(tensor):
+                self.memory.set_own("error", name, torch.zeros_like(tensor))
+                self.memory.set_shared("factor", name, self._right(name, tensor.flatten(1)))
+        self.memory.settle(True)
+
     def reduce(self, parts: Parts, group: dist.ProcessGroup) -> None:
         """Sums the tensors over the group, in place. Collective."""
         low = [(name, tensor) for name, tensor in parts if self._is_low(tensor)]

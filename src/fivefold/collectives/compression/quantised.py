@@ -67,6 +67,12 @@ class Quantised:
         self._codec = codec
         self.memory = Memory()
 
+    def prepare(self, parts: Parts) -> None:
+        """Makes the state of parameters of these shapes."""
+        for name, tensor in parts:
+            self.memory.set_own("error", name, torch.zeros_like(tensor))
+        self.memory.settle(True)
+
     def reduce(self, parts: Parts, group: dist.ProcessGroup) -> None:
         """Sums the tensors over the group, in place. Collective."""
         ranks, rank = group.size(), group.rank()

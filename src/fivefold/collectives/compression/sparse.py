@@ -27,6 +27,13 @@ class Sparse:
         self._threshold = threshold
         self.memory = Memory()
 
+    def prepare(self, parts: Parts) -> None:
+        """Makes the state of parameters of these shapes."""
+        for name, tensor in parts:
+            for kind in ("error", "velocity")[: 2 if self._momentum else 1]:
+                self.memory.set_own(kind, name, torch.zeros_like(tensor))
+        self.memory.settle(True)
+
     def reduce(self, parts: Parts, group: dist.ProcessGroup) -> None:
         """Sums what is sent over the group, in place. Collective."""
         waiting, velocity = self._accumulated(parts)
