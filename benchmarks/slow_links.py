@@ -248,7 +248,11 @@ class Benchmark:
         for index in range(self.hosts):
             torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.hosts}"]
             torchrun += [f"--nproc-per-node={self.per_host}", f"--node-rank={index}"]
-            torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{PORT}"]
+            torchrun += [
+                "--rdzv-backend=c10d",
+                f"--rdzv-conf=is_host={int(index == 0)}",
+                f"--rdzv-endpoint={address(0)}:{PORT}",
+            ]
             torchrun += [
                 f"--rdzv-id=slow-links-{time.monotonic_ns() // 10**10}",
                 f"--local-addr={address(index)}",

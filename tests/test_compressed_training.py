@@ -131,10 +131,10 @@ def test_checkpoints_keep_the_state_also_for_other_numbers_of_ranks(
             torch.testing.assert_close(total, half[0][0][key], rtol=1e-12, atol=1e-15)
 
 
-def check_skip(rank: int, n: int) -> None:
+def check_skip(rank: int, n: int, directory: str) -> None:
     """A step that is not applied leaves what is kept as it was."""
     config = toy_config(compression="int8", **REPLICAS)
-    stepper = stepped(rank, n, config, 0, 2, f"skip-{rank}", False)
+    stepper = stepped(rank, n, config, 0, 2, directory, False)
     before = {each.key: each.value.clone() for each in compression_state(stepper.model)}
     resolved = resolve_config(config, n)
     share = held_out_share(global_batch(config, 2), resolved.batch, resolved.mesh.data_rank(rank), CPU)
@@ -153,8 +153,8 @@ def check_skip(rank: int, n: int) -> None:
     assert stepper.step(share, 1e-3, FLAGS).skipped is None
 
 
-def test_a_skipped_step_keeps_nothing(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks.run(check_skip, world_size=2)
+def test_a_skipped_step_keeps_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_skip, str(tmp_path), world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,12 @@ class _Split:
         bucket = Bucket([part.shape for part in parts], division, self._device)
         if division.replicate is not None:
             made = compressor(compression_of(config.parallel), corrected_momentum(config), config.run.seed)
-            bucket.compress(made, [spec.name for spec in specs])
+            tp, sets = (
+                self._resolved.mesh.coordinates(self._rank)["tp"],
+                ep if division is self._expert else 1,
+            )
+            place = tp * sets + mesh.expert_rank(self._rank, sets), mesh.tp * sets
+            bucket.compress(made, [spec.name for spec in specs], place)
         for spec, part, parameter, value in zip(specs, parts, bucket.parameters, bucket.values, strict=True):
             setattr(owned[spec.name], spec.name.rpartition(".")[2], parameter)
             dim = sharded_dim(part.shape, bucket.shards)

@@ -104,11 +104,16 @@ class Bucket:
         self._arrived = 0
         self._is_reduced = False
         self.compressor: Compressor | None = None
+        self.place = (0, 1)
         self._names: Sequence[str] = ()
 
-    def compress(self, compressor: Compressor | None, names: Sequence[str]) -> None:
-        """From now on sums over the replicas go through `compressor`, by the parameters' names."""
+    def compress(self, compressor: Compressor | None, names: Sequence[str], place: tuple[int, int]) -> None:
+        """From now on sums over the replicas go through `compressor`, by the parameters' names.
+
+        `place`: which of how many sets of replicas this rank is in, of those that hold parts of these parameters.
+        """
         self._names = names
+        self.place = place
         self.compressor = compressor
         if compressor is not None:
             compressor.prepare([(n, torch.zeros_like(v)) for n, v in zip(names, self.values, strict=True)])

@@ -151,6 +151,16 @@ def check_compression(config: Config, mesh: Mesh) -> None:
             f"parallel.compression = {method}: compresses sums over replicas, and there are none; "
             + ("set zero = 0, or dp_replicate ≥ 2" if zero else "set dp_replicate ≥ 2, or compression = none")
         )
+    if method == "powersgd" and zero:
+        raise ConfigError(
+            f"parallel.compression = powersgd with zero = {zero}: its factors belong to whole matrices, not to "
+            "shards; set zero = 0, or compression = int8"
+        )
+    if config.model.tied and mesh.pp > 1:
+        raise ConfigError(
+            f"parallel.compression = {method} with pp = {mesh.pp}: two stages hold the tied embedding, and would "
+            "keep different parts of its gradient; set pp = 1, model.tied = false, or compression = none"
+        )
     if config.precision.dtype == "fp16":
         raise ConfigError(
             f"parallel.compression = {method}: what is kept for the next gradient would be in the unit of a loss "

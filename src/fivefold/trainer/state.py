@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.collectives.compression.state import OWN
@@ -89,7 +88,7 @@ def compression_state(model: ParallelModel) -> list[Kept]:
                 part, shape, row, rows = parameter.part, parameter.spec.shape, group.rank(), group.size()
             else:
                 part, shape = Part((0,) * value.dim(), tuple(value.shape)), tuple(value.shape)
-                row, rows = dist.get_process_group_ranks(group)[0], dist.get_world_size()
+                row, rows = bucket.place
             found.append(Kept(f"compression.{key}", value, part, shape, row, rows, is_own))
     return found
 
