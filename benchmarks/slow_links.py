@@ -243,7 +243,7 @@ class Benchmark:
         )
 
     def everywhere(self, words: Sequence[str]) -> str:
-        """`fivefold WORDS` on every host by torchrun; what rank 0 prints."""
+        """`fivefold WORDS` on every host by torchrun; what rank 0 prints, wherever it is."""
         started = []
         for index in range(self.hosts):
             torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.hosts}"]
@@ -259,19 +259,18 @@ class Benchmark:
             ]
             command = ["ip", "netns", "exec", host(index), *torchrun, "-m", "fivefold", *words]
             settings = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
-            log = (self.scratch / f"host-{index}.log").open("w+")
-            started.append(
-                (subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=settings), log)
-            )
-        outputs = []
-        for process, log in started:
+            files = [(self.scratch / f"host-{index}.{kind}").open("w+") for kind in ("out", "log")]
+            process = subprocess.Popen(command, stdout=files[0], stderr=files[1], env=settings)
+            started.append((process, *files))
+        said = ""
+        for process, out, log in started:
             code = process.wait(timeout=1800)
-            log.seek(0)
-            outputs.append(log.read())
-            log.close()
+            for file in (out, log):
+                file.seek(0)
+            said += out.read()
             if code:
-                raise RuntimeError(f"{' '.join(words)} ended with {code}:\n{outputs[-1][-3000:]}")
-        return outputs[0]
+                raise RuntimeError(f"{' '.join(words)} ended with {code}:\n{log.read()[-3000:]}")
+        return said
 
 
 def show(found: dict[str, Any]) -> None:

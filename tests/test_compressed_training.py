@@ -139,12 +139,8 @@ def check_skip(rank: int, n: int, directory: str) -> None:
     resolved = resolve_config(config, n)
     share = held_out_share(global_batch(config, 2), resolved.batch, resolved.mesh.data_rank(rank), CPU)
 
-    def spoil(parameter: torch.Tensor) -> None:
-        if rank == 1:
-            parameter.grad[0] = torch.inf  # type: ignore[index]
-
-    last = stepper.model.data.buckets[-1].parameters[0]
-    hook = last.register_post_accumulate_grad_hook(spoil)
+    weight = stepper.model.data.buckets[-1].parameters[0]
+    hook = weight.register_hook(lambda gradient: gradient * (torch.inf if rank == 1 else 1.0))
     spoilt = stepper.step(share, 1e-3, FLAGS)
     hook.remove()
     assert spoilt.skipped is not None

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from fivefold.config.tree import Config, Parallel
+from fivefold.config.tree import Config, Model, Parallel
 from fivefold.ledger.network import Primitive
+from fivefold.spec.parameters import parameters
 
 Method = Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"]
 BLOCK = 256  # numbers that share an int8 scale
@@ -43,6 +45,43 @@ def corrected_momentum(config: Config) -> float:
     """The momentum that sparse compression applies before it selects, in place of the optimizer (SGD only)."""
     sparse = config.parallel.compression in ("topk", "threshold")
     return config.optimizer.momentum if sparse and config.optimizer.name == "sgd" else 0.0
+
+
+# Bytes read and written an element in coding, decoding and feeding back: passes over float32 counted in
+# collectives/compression/, which runs them one by one and while backward waits.
+_TOUCHED = {"none": 0, "bf16": 96, "fp16": 96, "int8": 160, "topk": 160, "threshold": 120, "powersgd": 96}
+
+
+def touched_bytes(how: Compression) -> int:
+    """Bytes of memory traffic that compressing an element costs a rank."""
+    return _TOUCHED[how.method]
+
+
+def kept_bytes(how: Compression, itemsize: int, momentum: bool) -> int:
+    """Bytes a gradient element costs between steps and, while one is under way, for the state after it."""
+    kinds = 0 if how.method == "none" else 2 if momentum else 1
+    return 2 * kinds * itemsize
+
+
+@lru_cache
+def powersgd_shares(model: Model, rank: int) -> tuple[float, float]:
+    """Elements in PowerSGD's first message (left factors, all that is not compressed) and in its second, each as a
+    part of the model's parameters; matrices whole."""
+    specs = parameters(model)
+    whole = sum(spec.numel for spec in specs)
+    first = sum(spec.shape[0] * rank if low_rank(spec.shape, rank) else spec.numel for spec in specs)
+    second = sum(prod(spec.shape[1:]) * rank for spec in specs if low_rank(spec.shape, rank))
+    return first / whole, second / whole
+
+
+def bucket_messages(
+    how: Compression, model: Model, elements: int, itemsize: int, ranks: int
+) -> list[tuple[Primitive, int]]:
+    """As `messages`, for a bucket of which only the size is known: PowerSGD's is taken for a share of the model."""
+    if how.method == "powersgd":
+        shares = powersgd_shares(model, how.rank)
+        return [("all_reduce", round(share * elements) * itemsize) for share in shares if share]
+    return messages(how, [(elements,)], itemsize, ranks)
 
 
 def low_rank(shape: Sequence[int], rank: int) -> bool:

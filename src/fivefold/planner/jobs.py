@@ -4,6 +4,7 @@ import msgspec
 
 from fivefold.config.tree import Config
 from fivefold.ledger import hardware
+from fivefold.ledger.compression import compression_of, corrected_momentum
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.job import Job, Stack
 from fivefold.spec import schedules
@@ -22,7 +23,9 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
-    moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    corrected = corrected_momentum(config)
+    momentum = config.optimizer.momentum and not corrected
+    moments = {"adamw": 2, "sgd": 1 if momentum else 0}[config.optimizer.name]
     blocked = on.device.is_cpu and item >= 4
     blocked = blocked and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
     return Stack(
@@ -38,6 +41,8 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         early_stop=True,
         overlap_gradients=True,
         overlap_parameters=True,
+        corrects_momentum=corrected > 0,
+        compression=compression_of(config.parallel),
     )
 
 
