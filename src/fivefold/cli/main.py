@@ -16,6 +16,7 @@ COMMANDS = (
     "comm",
     "validate",
     "train",
+    "verify",
     "generate",
     "convert",
     "config",

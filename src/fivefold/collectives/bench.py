@@ -113,8 +113,8 @@ class Bench:
 
         def exchange() -> None:
             ends = [
-                dist.P2POp(dist.isend, sent, group=self._control, group_peer=right),
                 dist.P2POp(dist.irecv, received, group=self._control, group_peer=left),
+                dist.P2POp(dist.isend, sent, group=self._control, group_peer=right),
             ]
             for work in dist.batch_isend_irecv(ends):
                 work.wait()

@@ -118,13 +118,9 @@ class Execution:
     def _run(self, chunks: "Sequence[Tensor] | Mapping[int, Tensor]", operation: Operation = "sum") -> None:
         combine = _COMBINE[operation]
         for round_ in self._rounds:
-            started = [
-                dist.P2POp(dist.isend, packed, group=self._group, group_peer=message.peer)
-                for message in round_.sends
-                if (packed := _packed([chunks[chunk] for chunk in message.chunks])).numel()
-            ]
-            landed = []
+            started, landed = [], []
             sent = {chunk for message in round_.sends for chunk in message.chunks}
+            # Receives first: gloo asks before it sends, and an exchange begun by two senders goes one way at a time.
             for message in round_.receives:
                 parts = [chunks[chunk] for chunk in message.chunks]
                 direct = not any(message.reduce) and sent.isdisjoint(message.chunks) and _adjacent(parts)
@@ -134,6 +130,10 @@ class Execution:
                 started.append(dist.P2POp(dist.irecv, place, group=self._group, group_peer=message.peer))
                 if not direct:
                     landed.append((message, parts, place))
+            for message in round_.sends:
+                packed = _packed([chunks[chunk] for chunk in message.chunks])
+                if packed.numel():
+                    started.append(dist.P2POp(dist.isend, packed, group=self._group, group_peer=message.peer))
             if started:
                 for work in dist.batch_isend_irecv(started):
                     work.wait()

@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.config.tree import Model
-from fivefold.ledger import activations, data, flops, pipeline
+from fivefold.ledger import activations, data, flops, pipeline, tensor
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.roofline import stream_seconds
@@ -138,7 +138,10 @@ def transient(job: Job) -> float:
         found += 2 * 2 * job.tokens * keys * job.itemsize
     unit = max(part.dense_layer.total, part.expert_layer.total)
     edge = max(part.embedding.total, part.head.total)
-    if job.zero == 3 and job.pp == 1:
+    if job.zero >= 2 and job.pp == 1 and job.stack.shard_apart:
+        found += (edge + 2 * unit) * job.stack.reduce
+        found += (edge + 2 * unit) * job.stack.gather if job.zero == 3 else 0.0
+    elif job.zero == 3 and job.pp == 1:
         found += (2 * unit + edge) * job.stack.gather + max(unit, edge) * job.stack.reduce
     elif job.stack.compute_copy == 0 and job.itemsize < job.stack.master:
         found += (2 * unit + edge) * job.itemsize  # parameters cast unit by unit
@@ -162,9 +165,11 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
     layers, count = pipeline.own_layers(job, built, rank)
     rest = share.total > layers.total
-    groups = data.Groups(share, layers, max(1, count + rest), max(1, count))
+    experts = sum(stage.content.expert_layers for stage in own)
+    groups = data.Groups(share, layers, max(1, count + rest), max(1, count), max(1, experts))
     found = data.exposed(job, data.rows(job, groups), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
+    found += tensor.gradient_rows(job, [stage.content for stage in own])
     found += data.agreements(job)
     return Tail(sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found))
 
@@ -187,8 +192,7 @@ def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -
 def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
     """The step of the rank that is through last: its pipeline, traffic that nothing hides, its update."""
     end, rank, ending = slowest(job, built, line, shares)
-    inner = _layer_rows(job, built, rank)
-    inner += [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
+    inner = _inner_rows(job, built, rank)
     exposed = sum(item.exposed_seconds for item in inner)
     time = Time(
         step=end + job.physics.step,
@@ -199,6 +203,19 @@ def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> 
         other=job.physics.step,
     )
     return time, (*inner, *ending.rows)
+
+
+def traffic_of(job: Job, rank: int) -> tuple[Row, ...]:
+    """One step's traffic of a pipeline rank."""
+    built = pipeline.stages(job, pipeline.costs(job))
+    share = pipeline.shares(job, built)[rank]
+    return (*_inner_rows(job, built, rank), *tail(job, built, rank, share).rows)
+
+
+def _inner_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
+    """What passes while micro-batches are under way."""
+    found = _layer_rows(job, built, rank)
+    return found + [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
 
 
 def _layer_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

@@ -1,5 +1,6 @@
 """The decoder: embedding, layers, final norm, head and loss."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -12,8 +13,10 @@ from fivefold.nn.feed_forward import make_feed_forward
 from fivefold.nn.loss import cross_entropy_sum, with_gradient_of
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
+from fivefold.nn.region import WHOLE, Region
 from fivefold.nn.rotary import Rotary, rotary_table
 from fivefold.nn.router import Routing, balanced
+from fivefold.nn.vocabulary import Embedding, VocabularyShard, head_logits
 
 
 class DecoderLayer(nn.Module):
@@ -30,29 +33,44 @@ class DecoderLayer(nn.Module):
             self.feed_forward = make_feed_forward(model, model.ffn)
         self.run = recompute.layer(self._run)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Routing | None]:
-        """`x` and the first result: `[batch, sequence, hidden]`; the second only if it routes."""
-        return self.run(x, rotary, segments)
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, segments: Segments, region: Region = WHOLE
+    ) -> tuple[Tensor, Routing | None]:
+        """`x` and the first result: the residual stream, `[batch, sequence, hidden]` or as `region` holds it;
+        the second only if it routes."""
+        return self.run(x, rotary, segments, region)
 
-    def _run(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Routing | None]:
-        x = x + self.attention(self.attention_norm(x), rotary, segments)
-        inner, routing = self.feed_forward_norm(x), None
+    def _run(
+        self, x: Tensor, rotary: Rotary | None, segments: Segments, region: Region
+    ) -> tuple[Tensor, Routing | None]:
+        inner = region.enter(self.attention_norm(x))
+        x = x + region.leave(self.attention(inner, rotary, segments))
+        inner, routing = region.enter(self.feed_forward_norm(x)), None
         if hasattr(self, "experts"):
             inner, routing = self.experts(inner)
         else:
             inner = self.feed_forward(inner)
-        return x + inner, routing
+        return x + region.leave(inner), routing
 
 
 class Decoder(nn.Module):
-    """A decoder of the family that `model` describes. Layers are keyed by their number in the whole model."""
+    """A decoder of the family that `model` describes. Layers are keyed by their number in the whole model.
+
+    Attributes:
+        region_of: the region that layers enter and leave, for micro-batches of a shape `(batch, sequence)`.
+        head_shard: the rows of the vocabulary that the head has here; None = all.
+        region_ranks: ranks that compute each region together, each in part.
+    """
 
     def __init__(
         self, model: Model, recompute: Literal["none", "attention", "elementwise", "full"] = "none"
     ) -> None:
         super().__init__()
         self.model = model
-        self.embedding = nn.Embedding(model.vocab, model.hidden)
+        self.region_of: Callable[[tuple[int, int]], Region] = lambda _: WHOLE
+        self.head_shard: VocabularyShard | None = None
+        self.region_ranks = 1
+        self.embedding = Embedding(model.vocab, model.hidden)
         if model.positions == "learned":
             self.positions = nn.Embedding(model.max_positions, model.hidden)
         if model.embedding_norm:
@@ -73,6 +91,7 @@ class Decoder(nn.Module):
         segments: Segments,
         labels: Tensor | None = None,
         tokens_per_sequence: float = 0.0,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """The summed loss over counted labels, or the logits where no labels are given.
 
@@ -85,27 +104,32 @@ class Decoder(nn.Module):
             segments: the documents packed in `tokens`.
             labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
             tokens_per_sequence: counted tokens of the whole global batch per sequence of it.
+            positions: `[sequence]`, int64, places of the tokens in their sequence, where this rank has only a part
+                of it; None = 0, 1, 2, ….
 
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self._embedded(tokens, positions)
+        region = self.region_of((tokens.shape[0], tokens.shape[1]))
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self._embedded(tokens, positions, region)
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}
         for index, layer in self.layers.items():
-            x, routing = layer(x, rotary, segments)
+            x, routing = layer(x, rotary, segments, region)
             if routing is not None:
                 routings[index] = routing
-        x = self.norm(x)
+        x = region.enter(self.norm(x))
         if labels is None:
-            return self.head(x)  # type: ignore[no-any-return]
-        loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten())
+            return head_logits(x, self.head.weight, self.head_shard)
+        loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
         if torch.is_grad_enabled() and self.model.experts.router_bias:
             self._count(routings)
         if weight := self.model.experts.auxiliary_loss * tokens_per_sequence:
             imbalances = torch.stack([routing.imbalance for routing in routings.values()])
-            loss = with_gradient_of(loss, weight * imbalances.sum())
+            # Every rank of a region computes it whole, and what reaches its inputs is summed over them.
+            loss = with_gradient_of(loss, weight / self.region_ranks * imbalances.sum())
         return loss
 
     def take_counts(self) -> list[float]:
@@ -136,11 +160,11 @@ class Decoder(nn.Module):
         for index, routing in routings.items():
             self._counts[int(index)] += routing.counts
 
-    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """`[batch, sequence]` → `[batch, sequence, hidden]`; learned positions are those in the packed row."""
-        x: Tensor = self.embedding(tokens)
+    def _embedded(self, tokens: Tensor, positions: Tensor, region: Region) -> Tensor:
+        """`[batch, sequence]` → the residual stream; learned positions are those in the packed row."""
+        x = region.leave(self.embedding(tokens))
         if self.model.positions == "learned":
-            x = x + self.positions(positions)
+            x = x + self.positions(region.own(positions))
         if self.model.embedding_norm:
             x = self.embedding_norm(x)
         return x

@@ -10,9 +10,12 @@ from fivefold.collectives.compression import compressor
 from fivefold.ledger.compression import compression_of, corrected_momentum
 from fivefold.nn.decoder import Decoder
 from fivefold.parallel.bucket import Bucket, Division
+from fivefold.parallel.context import context_parallel
 from fivefold.parallel.data import DataParallel, Unit, compute_dtype, master_dtype
+from fivefold.parallel.expert import expert_parallel
 from fivefold.parallel.local import LocalParameter, initialize
 from fivefold.parallel.mesh import Groups
+from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
 from fivefold.spec.legal import Resolved
 from fivefold.spec.parameters import Parameter, parameters
 from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim
@@ -33,6 +36,7 @@ class ParallelModel:
     module: Decoder
     data: DataParallel
     parameters: list[LocalParameter]
+    partial: PartialGradients
     sequences: int
     counts_tokens: bool
     counts_results: bool
@@ -40,6 +44,7 @@ class ParallelModel:
     def reduce_gradients(self) -> None:
         """After the last backward of a step: gradients become those of the whole global batch. Collective."""
         self.data.end_step()
+        self.partial.sum()
 
 
 def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.device) -> ParallelModel:
@@ -53,8 +58,14 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
     specs = {spec.name: spec for spec in parameters(config.model)}
     split = _Split(resolved, groups, rank, device)
     units = [split.unit(module, owned, specs) for module, owned in _owned(decoder)]
+    if groups.cp is not None:
+        context_parallel(decoder, groups.cp, config.parallel)
+    if groups.ep is not None:
+        expert_parallel(decoder, groups.ep)
     if config.model.tied:
         decoder.head.weight = decoder.embedding.weight
+    if groups.tp is not None:
+        apply_tensor_parallel(decoder, groups.tp, config.parallel)
     data = DataParallel(units, config.parallel.zero, overlap=True)
     held = [split.held[name] for name in specs if name in split.held]
     for parameter in held:
@@ -66,6 +77,7 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         decoder,
         data,
         held,
+        PartialGradients(resolved, groups, held),
         resolved.batch.global_batch,
         counts_tokens=at["tp"] == at["pp"] == 0,
         counts_results=at["tp"] == 0,

@@ -57,8 +57,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
-        layout = config.parallel
-        on_axes = groups(self.resolved.mesh, layout.ep, layout.zero, session.rank)
+        on_axes = groups(self.resolved, session.rank)
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
@@ -140,7 +139,10 @@ class Loop:
         """One optimizer step and its report; returns whether a stop was agreed."""
         plan, clock, counters = self.resolved.batch, self.stepper.clock, self.counters
         with clock.measure("data"):
-            share = training_share(self.samples, plan, counters.samples, self.data_rank, self.session.device)
+            spans = self.resolved.spans(self.session.rank)
+            share = training_share(
+                self.samples, plan, counters.samples, self.data_rank, self.session.device, spans
+            )
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
         stop_asked = self.stop_requested() or self.observer.is_unheard
         flags = (float(stop_asked), float(self.checkpoints.poll()))
@@ -160,7 +162,9 @@ class Loop:
         self.profiled = True
         found: list[MemoryByCategory] = []
         model, optimizer = self.model, self.stepper.optimizer
-        saved = SavedActivations([*model.data.tensors(), *model.module.buffers()])
+        saved = SavedActivations(
+            [*model.module.parameters(), *model.data.master_tensors(), *model.module.buffers()]
+        )
         with saved as activations, self.session.profiled():
             result = self.stepper.step(
                 share,
@@ -168,9 +172,9 @@ class Loop:
                 flags,
                 lambda _: found.append(
                     memory_by_category(
-                        parameters=model.data.tensors(),
+                        parameters=model.data.parameter_tensors(),
                         gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
-                        optimizer=optimizer.state_tensors(),
+                        optimizer=[*model.data.master_tensors(), *optimizer.state_tensors()],
                         buffers=model.module.buffers(),
                         activations=activations.peak_bytes,
                     )
@@ -220,7 +224,10 @@ class Loop:
         if not self.samples.validation_count:
             return
         batches = self.samples.validation_batches(plan.global_batch, config.run.eval_batches)
-        shares = (held_out_share(batch, plan, self.data_rank, self.session.device) for batch in batches)
+        spans = self.resolved.spans(self.session.rank)
+        shares = (
+            held_out_share(batch, plan, self.data_rank, self.session.device, spans) for batch in batches
+        )
         with self.session.recorder.paused():
             self.last_evaluation = evaluate(self.model, shares, self.session.agreement)
         self.observer.evaluation(self.counters.step, self.last_evaluation)
