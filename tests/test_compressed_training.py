@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
+from msgspec.structs import replace as structs_replace
 
 from fivefold.config.errors import ConfigError
+from fivefold.config.load import parse
 from fivefold.config.tree import Checkpoint, Config
+from fivefold.ledger.compression import compression_of, messages
+from fivefold.ledger.total import estimate
+from fivefold.planner.compression import compression_verdicts
+from fivefold.planner.jobs import job_of
 from fivefold.proof.error import errors
 from fivefold.spec.legal import resolve_config
+from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.checkpoint import Checkpointer
 from fivefold.trainer.state import Regrouped, compression_state, tensors
@@ -168,4 +175,45 @@ def test_what_cannot_be_compressed_is_refused(layout: dict[str, Any], says: str)
 def test_a_loss_scale_is_refused() -> None:
     config = toy_config(dtype="fp16", compression="int8", **REPLICAS)
     with pytest.raises(ConfigError, match="loss scale"):
-        resolve_config(replace(config))
+        resolve_config(config)
+
+
+def test_the_ledger_counts_what_is_sent_and_kept() -> None:
+    """As collectives/compression does, which another test counts; PowerSGD on whole matrices."""
+    for method in ("bf16", "int8", "topk", "powersgd"):
+        config = toy_config(dtype="float32", compression=method, compression_rank=2, **REPLICAS)
+        found = estimate(job_of(config))
+        rows = [row for row in found.traffic if row.phase == "gradient"]
+        how, buckets = compression_of(config.parallel), bucket_shapes(config)
+        expected = sum(size for shapes in buckets for _, size in messages(how, shapes, 4, 2))
+        assert sum(row.bytes_per_rank for row in rows) == pytest.approx(expected, rel=0.1)
+        plain = estimate(job_of(toy_config(dtype="float32", **REPLICAS)))
+        kept = found.fullest.memory.optimizer - plain.fullest.memory.optimizer
+        assert kept == 8 * sum(spec.numel for spec in parameters(config.model))
+
+
+def bucket_shapes(config: Config) -> list[list[tuple[int, ...]]]:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for spec in parameters(config.model):
+        found.setdefault(spec.name.split(".")[1] if spec.name.startswith("layers.") else "", []).append(
+            spec.shape
+        )
+    return list(found.values())
+
+
+def test_plan_says_whether_compression_pays() -> None:
+    """GPT-2 on two devices: over NVLink no method pays, over 100 Mbit/s every one does."""
+    job = job_of(
+        parse(
+            "[model]\nlayers = 12\nhidden = 768\nheads = 12\nffn = 2048\nvocab = 50257\n"
+            '[cluster]\npreset = "1x2 h100"\n'
+            "[parallel]\ndp_replicate = 2\n[batch]\nglobal_batch = 2\nsequence_length = 1024\n"
+        )
+    )
+    lines = compression_verdicts(job)
+    assert len(lines) == 4
+    assert all(line.endswith("does not pay") for line in lines)
+    node = structs_replace(job.hardware.node, bandwidth=1.25e7)
+    slow = compression_verdicts(dataclass_replace(job, hardware=structs_replace(job.hardware, node=node)))
+    assert all(line.endswith(", pays") for line in slow)
+    assert compression_verdicts(dataclass_replace(job, dp_replicate=1)) == []

@@ -8,7 +8,7 @@ Reductions start while backward goes on, as soon as a bucket's last gradient is 
 layer ahead: in forward and in backward (zero 3), or after the update (zero 1 and 2), waited for where they are used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,12 @@ class DataParallel:
 
     def _kept(self, bucket: Bucket) -> list[nn.Parameter]:
         return bucket.values if self.zero == 3 and bucket.gathers else bucket.parameters
+
+    def compression_tensors(self) -> Iterator[Tensor]:
+        """What compression keeps for the next step."""
+        for bucket in self.buckets:
+            if bucket.compressor is not None:
+                yield from bucket.compressor.memory.tensors()
 
     def _complete(self, bucket: Bucket) -> None:
         """A bucket's last gradient of this backward is there."""

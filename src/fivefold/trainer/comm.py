@@ -80,7 +80,7 @@ class Joined:
 def join(place: Place, backends: Sequence[str], local: int = 0) -> Iterator[Joined]:
     """Joins the group of all ranks, and one more for every other backend asked for."""
     device = machine.device(place.local_rank)
-    default = machine.default_backend(device)
+    default = dist.get_default_backend_for_device(device)
     world, per_host = place.world_size, local or place.local_world_size
     if world % per_host:
         raise BadInput(f"{world} ranks do not fill hosts of {per_host}; start equally many on every host")

@@ -174,7 +174,11 @@ class Loop:
                     memory_by_category(
                         parameters=model.data.parameter_tensors(),
                         gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
-                        optimizer=[*model.data.master_tensors(), *optimizer.state_tensors()],
+                        optimizer=[
+                            *model.data.master_tensors(),
+                            *optimizer.state_tensors(),
+                            *model.data.compression_tensors(),
+                        ],
                         buffers=model.module.buffers(),
                         activations=activations.peak_bytes,
                     )

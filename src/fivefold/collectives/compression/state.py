@@ -40,6 +40,10 @@ class Memory:
             self._kept.update(self._pending)
         self._pending = {}
 
+    def tensors(self) -> list[Tensor]:
+        """All it holds, the changes of a step under way included."""
+        return [*self._kept.values(), *self._pending.values()]
+
     def state_dict(self) -> State:
         """What is kept, sharing storage. A step that is not settled is no part of it."""
         return dict(self._kept)
