@@ -47,9 +47,10 @@ def corrected_momentum(config: Config) -> float:
     return config.optimizer.momentum if sparse and config.optimizer.name == "sgd" else 0.0
 
 
-# Bytes read and written an element in coding, decoding and feeding back: passes over float32 counted in
-# collectives/compression/, which runs them one by one and while backward waits.
-_TOUCHED = {"none": 0, "bf16": 96, "fp16": 96, "int8": 160, "topk": 160, "threshold": 120, "powersgd": 96}
+# Bytes of memory traffic an element in coding, decoding and feeding back, which run pass by pass while backward waits:
+# between the passes over float32 counted in collectives/compression/ and the 7 (powersgd) to 16 (topk) ns an element
+# that one busy CPU core took.
+_TOUCHED = {"none": 0, "bf16": 160, "fp16": 160, "int8": 200, "topk": 240, "threshold": 160, "powersgd": 110}
 
 
 def touched_bytes(how: Compression) -> int:
