@@ -44,6 +44,8 @@ def ranks() -> Iterator[Ranks]:
     [
         (REPLICAS | {"compression": "bf16"}, 0.01),
         (REPLICAS | {"compression": "int8"}, 0.05),
+        (REPLICAS | {"tp": 2, "compression": "int8"}, 0.05),
+        (REPLICAS | {"cp": 2, "compression": "bf16"}, 0.01),
         (HYBRID | {"zero": 1, "compression": "int8"}, 0.05),
         (HYBRID | {"zero": 2, "compression": "bf16"}, 0.01),
         (HYBRID | {"zero": 3, "compression": "fp16"}, 0.01),
@@ -56,7 +58,7 @@ def test_the_first_gradient_is_nearly_the_reference(
     ranks: Ranks, layout: dict[str, Any], bound: float
 ) -> None:
     config = toy_config(steps=2, **layout)
-    world = layout["dp_replicate"] * layout.get("dp_shard", 1)
+    world = 2 * max(layout.get(axis, 1) for axis in ("dp_shard", "tp", "cp"))
     found = ranks.run(train_on_ranks, config, world_size=world)[0]
     expected = reference(config)
     assert max(errors(found["gradients"], expected["gradients"]).values()) < bound

@@ -1,6 +1,6 @@
 """Parameters that data parallel gathers and reduces as one piece."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fivefold.collectives.compression import Compressor
+from fivefold.collectives.compression.flat import summed
 from fivefold.spec.parts import shard_range, sharded_dim
 
 
@@ -106,17 +107,30 @@ class Bucket:
         self.compressor: Compressor | None = None
         self.place = (0, 1)
         self._names: Sequence[str] = ()
+        self._exact: Collection[str] = ()
 
-    def compress(self, compressor: Compressor | None, names: Sequence[str], place: tuple[int, int]) -> None:
+    def compress(
+        self,
+        compressor: Compressor | None,
+        names: Sequence[str],
+        exact: Collection[str],
+        place: tuple[int, int],
+    ) -> None:
         """From now on sums over the replicas go through `compressor`, by the parameters' names.
 
-        `place`: which of how many sets of replicas this rank is in, of those that hold parts of these parameters.
+        Args:
+            exact: names of parameters that are summed as they are.
+            place: which of how many sets of replicas this rank is in, of those that hold parts of these parameters.
         """
         self._names = names
+        self._exact = exact
         self.place = place
         self.compressor = compressor
         if compressor is not None:
-            compressor.prepare([(n, torch.zeros_like(v)) for n, v in zip(names, self.values, strict=True)])
+            named = zip(names, self.values, strict=True)
+            compressor.prepare(
+                [(name, torch.zeros_like(value)) for name, value in named if name not in exact]
+            )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -231,13 +245,14 @@ class Bucket:
         """Begins to sum the gradient over a group; a compressed sum ends here, too."""
         if self.compressor is None:
             self._reducing = dist.all_reduce(self._gradient, group=group, async_op=True)
-        else:
-            assert self._gradient is not None
-            if not any(value.numel() for value in self.values):  # the last shards of few rows hold none
-                return
-            self.compressor.reduce(
-                [(n, self._own(s)) for n, s in zip(self._names, self._slots, strict=True)], group
-            )
+            return
+        # The last shards of few rows hold none.
+        named = [(n, self._own(s)) for n, s in zip(self._names, self._slots, strict=True) if s.value.numel()]
+        if exact := [tensor for name, tensor in named if name in self._exact]:
+            for tensor, total in zip(exact, summed(exact, group), strict=True):
+                tensor.copy_(total)
+        if coded := [(name, tensor) for name, tensor in named if name not in self._exact]:
+            self.compressor.reduce(coded, group)
 
     def _own(self, slot: _Slot) -> Tensor:
         """A parameter's place in this rank's gradient."""

@@ -9,6 +9,7 @@ layer ahead: in forward and in backward (zero 3), or after the update (zero 1 an
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,10 +84,7 @@ class DataParallel:
         """Without overlap: gathers what the step needs."""
         if not self.overlap:
             self.begin_micro_step(last=True)
-            for unit in self.units:
-                unit.start_gather()
-            for unit in self.units:
-                unit.ready()
+            self._gather()
 
     def begin_micro_step(self, last: bool) -> None:
         """Before a backward: says whether it is the step's last."""
@@ -111,6 +109,15 @@ class DataParallel:
             bucket.reduce_replicas()
         for bucket in self.buckets:
             bucket.finish()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Forwards of a pipeline outside a step: parameters are there inside the block."""
+        self._gather()
+        try:
+            yield
+        finally:
+            self.drop()
 
     def updated(self) -> None:
         """After the values have changed: what forward sees follows. zero 1 and 2 gather, zero 3 waits for its use."""
@@ -143,6 +150,12 @@ class DataParallel:
         for bucket in self.buckets:
             if bucket.compressor is not None:
                 yield from bucket.compressor.memory.tensors()
+
+    def _gather(self) -> None:
+        for unit in self.units:
+            unit.start_gather()
+        for unit in self.units:
+            unit.ready()
 
     def _complete(self, bucket: Bucket) -> None:
         """A bucket's last gradient of this backward is there."""

@@ -5,13 +5,11 @@ own part outside of the space of P, M_w − P Pᵀ M_w. The published form keeps
 on ranks that disagree each one's part grows with every step.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.collectives.compression.flat import Parts, joined
+from fivefold.collectives.compression.flat import Parts, summed
 from fivefold.collectives.compression.state import Memory
 from fivefold.ledger.compression import low_rank
 
@@ -40,15 +38,15 @@ class PowerSGD:
         right = [self._right(name, matrix) for (name, _), matrix in zip(low, matrices, strict=True)]
         left = [matrix @ factor for matrix, factor in zip(matrices, right, strict=True)]
         # One message carries the first factors and all that is not compressed.
-        summed = _summed([*left, *whole], group)
-        for tensor, total in zip(whole, summed[len(left) :], strict=True):
+        totals = summed([*left, *whole], group)
+        for tensor, total in zip(whole, totals[len(left) :], strict=True):
             tensor.copy_(total)
         if not low:
             return
-        bases = [_orthonormal(total) for total in summed[: len(left)]]
+        bases = [_orthonormal(total) for total in totals[: len(left)]]
         own = [matrix.T @ base for matrix, base in zip(matrices, bases, strict=True)]
         for (name, tensor), matrix, base, mine, total in zip(
-            low, matrices, bases, own, _summed(own, group), strict=True
+            low, matrices, bases, own, summed(own, group), strict=True
         ):
             tensor.copy_((base @ total.T).view_as(tensor))
             self.memory.set_own("error", name, (matrix - base @ mine.T).view_as(tensor))
@@ -70,14 +68,6 @@ class PowerSGD:
 def hash_of(text: str) -> int:
     """A number for a text, the same in every process."""
     return int.from_bytes(text.encode()) % (2**61 - 1)
-
-
-def _summed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors summed over the group, in one message."""
-    vector = joined(tensors)
-    dist.all_reduce(vector, group=group)
-    pieces = torch.split(vector, [tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def _orthonormal(matrix: Tensor) -> Tensor:
