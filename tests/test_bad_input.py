@@ -354,7 +354,7 @@ COMMANDS = [
     words(
         "no command at all like it",
         "--frobnicate",
-        says=("unknown command", "collectives, config, convert, doctor"),
+        says=("unknown command", "comm, config, convert, doctor"),
     ),
     words("empty command", "", says=('"": unknown command',)),
     words("no config", "train", says=("train: ", "required: CONFIG", "fivefold train --help")),

@@ -182,6 +182,23 @@ class Parallel(Section, frozen=True):
         Literal["default", "gloo", "shm", "nccl"],
         Meta(description="Collective backend; default = gloo on CPUs, nccl on NVIDIA GPUs."),
     ] = "default"
+    compression: Annotated[
+        Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"],
+        Meta(
+            description="How gradients are summed over replicas; what is not sent is kept and added to the next "
+            "gradient."
+        ),
+    ] = "none"
+    compression_density: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="topk: part of a bucket's elements that a rank sends.")
+    ] = 0.01
+    compression_threshold: Annotated[
+        float,
+        Meta(gt=0.0, description="threshold: how many root mean squares an element must reach to be sent."),
+    ] = 3.0
+    compression_rank: Annotated[
+        int, Meta(ge=1, description="powersgd: columns of the two factors a gradient matrix is sent as.")
+    ] = 4
 
 
 class Batch(Section, frozen=True):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fivefold.config.tree import Model
+from fivefold.ledger.compression import Compression
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.physics import Physics
 from fivefold.spec import schedules
@@ -61,6 +62,8 @@ class Stack:
             elements).
         graphs: kernels are launched as recorded graphs, not one by one by the host.
         scatter_messages: pipeline messages are split over tp even without sequence parallel.
+        corrects_momentum: sparse compression keeps the momentum that the optimizer then does not.
+        compression: how gradients are summed over replicas.
     """
 
     attention: Attention = "flash"
@@ -95,6 +98,8 @@ class Stack:
     bucket_bytes: float = 0.0
     graphs: bool = False
     scatter_messages: bool = False
+    corrects_momentum: bool = False
+    compression: Compression = field(default_factory=lambda: Compression("none"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fivefold.collectives.compression import compressor
+from fivefold.ledger.compression import compression_of, corrected_momentum
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.generate import next_logits
 from fivefold.parallel.bucket import Bucket, Division
@@ -18,7 +20,7 @@ from fivefold.parallel.pipeline import Pipeline, Samples, TiedCopy, rank_stages
 from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
 from fivefold.spec.legal import Resolved
 from fivefold.spec.parameters import Parameter, parameters
-from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim
+from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim, tensor_copies
 from fivefold.spec.stages import is_tied_apart
 
 
@@ -151,6 +153,13 @@ class _Split:
         ep, zero = config.parallel.ep, config.parallel.zero
         parts = [part_of(config.model, spec, mesh, ep, self._rank) for spec in specs]
         bucket = Bucket([part.shape for part in parts], division, self._device)
+        if division.replicate is not None:
+            made = compressor(compression_of(config.parallel), corrected_momentum(config), config.run.seed)
+            # Copies over tp must stay equal, and compression treats a parameter by what is beside it in its bucket.
+            copied = {spec.name for spec in specs if tensor_copies(config.model, spec, mesh.tp) > 1}
+            sets, tp = ep if division is self._expert else 1, mesh.coordinates(self._rank)["tp"]
+            place = tp * sets + mesh.expert_rank(self._rank, sets), mesh.tp * sets
+            bucket.compress(made, [spec.name for spec in specs], copied, place)
         for spec, part, parameter, value in zip(specs, parts, bucket.parameters, bucket.values, strict=True):
             setattr(owned[spec.name], spec.name.rpartition(".")[2], parameter)
             dim = sharded_dim(part.shape, bucket.shards)

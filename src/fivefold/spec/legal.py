@@ -41,6 +41,7 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
     check_data(config.data)
     mesh = resolve(config.parallel, world_size or config.run.ranks)
     check_layout(config.model, config.parallel, mesh)
+    check_compression(config, mesh)
     if config.batch.sequence_length > config.model.max_positions:
         raise ConfigError(
             f"batch.sequence_length = {config.batch.sequence_length}: longer than model.max_positions; "
@@ -154,6 +155,33 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
     if parallel.context == "ulysses":
         _check_degree("cp", mesh.cp, _head_demands(model, mesh.tp))
     _check_stages(model, parallel, mesh)
+
+
+def check_compression(config: Config, mesh: Mesh) -> None:
+    """Refuses compressed gradients where nothing is summed over replicas, or where their unit changes."""
+    method, zero = config.parallel.compression, config.parallel.zero
+    if method == "none":
+        return
+    if (mesh.dp_replicate if zero else mesh.data_parallel * mesh.cp) == 1:
+        raise ConfigError(
+            f"parallel.compression = {method}: compresses sums over replicas, and there are none; "
+            + ("set zero = 0, or dp_replicate ≥ 2" if zero else "set dp_replicate ≥ 2, or compression = none")
+        )
+    if method == "powersgd" and zero:
+        raise ConfigError(
+            f"parallel.compression = powersgd with zero = {zero}: its factors belong to whole matrices, not to "
+            "shards; set zero = 0, or compression = int8"
+        )
+    if config.model.tied and mesh.pp > 1:
+        raise ConfigError(
+            f"parallel.compression = {method} with pp = {mesh.pp}: two stages hold the tied embedding, and would "
+            "keep different parts of its gradient; set pp = 1, model.tied = false, or compression = none"
+        )
+    if config.precision.dtype == "fp16":
+        raise ConfigError(
+            f"parallel.compression = {method}: what is kept for the next gradient would be in the unit of a loss "
+            "scale that changes; set precision.dtype = bf16, or compression = none"
+        )
 
 
 def check_schedule(parallel: Parallel, mesh: Mesh, batch: BatchPlan) -> None:

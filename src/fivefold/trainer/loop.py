@@ -27,10 +27,10 @@ from fivefold.trainer.checkpoint import Checkpointer
 from fivefold.trainer.evaluate import evaluate
 from fivefold.trainer.identity import identity, refuse_change
 from fivefold.trainer.loss_scale import LossScale
-from fivefold.trainer.optimizer import LocalOptimizer
+from fivefold.trainer.optimizer import LocalOptimizer, behind
 from fivefold.trainer.session import Session
 from fivefold.trainer.shelf import CheckpointError
-from fivefold.trainer.state import Counters, tensors
+from fivefold.trainer.state import Counters, Regrouped, tensors
 from fivefold.trainer.step import Stepper, StepResult
 
 
@@ -61,7 +61,7 @@ class Loop:
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
-            LocalOptimizer(config.optimizer, model.parameters),
+            LocalOptimizer(behind(config), model.parameters),
             session.agreement,
             session.recorder,
             StepClock(),
@@ -92,11 +92,13 @@ class Loop:
         path = self.checkpoints.latest()
         if path is None:
             return
+        regrouped = Regrouped(self.model, self.checkpoints.shapes(path))
         stored = self.checkpoints.load(
             path,
-            tensors(self.model, self.stepper.optimizer),
+            tensors(self.model, self.stepper.optimizer) | regrouped.tensors,
             lambda counters: refuse_change(counters["identity"], self._identity(), path),
         )
+        regrouped.adopt()
         del stored["identity"]
         scale = stored.pop("loss_scale")
         self.counters = Counters(**stored)
@@ -172,7 +174,11 @@ class Loop:
                     memory_by_category(
                         parameters=model.data.parameter_tensors(),
                         gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
-                        optimizer=[*model.data.master_tensors(), *optimizer.state_tensors()],
+                        optimizer=[
+                            *model.data.master_tensors(),
+                            *optimizer.state_tensors(),
+                            *model.data.compression_tensors(),
+                        ],
                         buffers=model.module.buffers(),
                         activations=activations.peak_bytes,
                     )

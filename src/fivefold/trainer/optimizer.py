@@ -1,10 +1,19 @@
 """The optimizer over a rank's own parts of the parameters, and its state by global name."""
 
+import msgspec
 import torch
 from torch import Tensor
 
-from fivefold.config.tree import Optimizer
+from fivefold.config.tree import Config, Optimizer
+from fivefold.ledger.compression import corrected_momentum
 from fivefold.parallel.local import LocalParameter, Piece
+
+
+def behind(config: Config) -> Optimizer:
+    """The optimizer's options; without its momentum where compression has applied it already."""
+    if corrected_momentum(config):
+        return msgspec.structs.replace(config.optimizer, momentum=0.0)
+    return config.optimizer
 
 
 class LocalOptimizer:
