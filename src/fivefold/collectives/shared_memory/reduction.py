@@ -1,0 +1,61 @@
+"""Sums, means and the like over the parts of all ranks, always taken in the order of the ranks."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Kind = dist.ReduceOp.RedOpType
+_HALF = (torch.bfloat16, torch.float16)
+_COMBINE: dict[Kind, Callable[..., Tensor]] = {
+    Kind.SUM: torch.add,
+    Kind.AVG: torch.add,
+    Kind.PRODUCT: torch.mul,
+    Kind.MAX: torch.maximum,
+    Kind.MIN: torch.minimum,
+    Kind.BAND: torch.bitwise_and,
+    Kind.BOR: torch.bitwise_or,
+    Kind.BXOR: torch.bitwise_xor,
+}
+
+
+def kind_of(operation: dist.ReduceOp | Kind) -> Kind:
+    """The kind of reduction that an options object or a caller names.
+
+    Raises:
+        RuntimeError: one that is not defined between processes of a CPU.
+    """
+    kind = operation if isinstance(operation, Kind) else operation.op  # type: ignore[attr-defined]
+    if kind not in _COMBINE:
+        raise RuntimeError(f"reduction {kind.name} is not supported on CPUs")
+    return kind
+
+
+def reduce_into(out: Tensor, parts: list[Tensor], kind: Kind) -> None:
+    """Reduces equally long vectors, first to last, into `out`, which may be one of the first two.
+
+    More than two parts of bf16 or fp16 are accumulated in float32 and rounded once. A mean of integers is rounded
+    towards zero.
+    """
+    combine = _COMBINE[kind]
+    if len(parts) == 1:
+        if out is not parts[0]:
+            out.copy_(parts[0])
+    elif len(parts) == 2 or out.dtype not in _HALF:
+        combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            combine(out, part, out=out)
+    else:
+        total = parts[0].float()
+        for part in parts[1:]:
+            combine(total, part, out=total)
+        if kind == Kind.AVG:
+            total.div_(len(parts))
+        out.copy_(total)
+        return
+    if kind == Kind.AVG:
+        if out.is_floating_point() or out.is_complex():
+            out.div_(len(parts))
+        else:
+            out.div_(len(parts), rounding_mode="trunc")

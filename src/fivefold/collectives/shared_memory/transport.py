@@ -1,0 +1,287 @@
+"""Shared memory under gloo's interface: what a process group calls."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from fivefold.collectives.shared_memory.engine import Engine, Lack, Lane, Operation, Steps
+from fivefold.collectives.shared_memory.exchange import Exchange, vector
+from fivefold.collectives.shared_memory.mailbox import Inbox, Outbox, receive
+from fivefold.collectives.shared_memory.peers import Directory, this_host
+from fivefold.collectives.shared_memory.reduction import Kind, kind_of
+from fivefold.collectives.shared_memory.segment import Segment
+
+SLOT_BYTES = 1 << 20
+RING_BYTES = 1 << 22
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class SharedMemory:
+    """The memory this process shares with the other ranks of its host, over all its groups.
+
+    Args:
+        directory: of a file system in memory. The files made there have no names.
+        host: which ranks are together; by default those whose memory this process can map.
+        slot_bytes, ring_bytes: a group takes two slots per rank, and a ring per pair of ranks that exchange
+            messages.
+    """
+
+    directory: Path = SHARED_MEMORY
+    host: str = ""
+    slot_bytes: int = SLOT_BYTES
+    ring_bytes: int = RING_BYTES
+    _engine: Engine | None = field(default=None, init=False)
+    _directory: Directory = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._directory = Directory(self.host or this_host(self.directory))
+
+    def connect(
+        self, store: Store, rank: int, global_ranks: list[int], timeout: timedelta
+    ) -> "SharedGroup":
+        """What carries the collectives of a group. Collective over the group; `store` is its own.
+
+        Raises:
+            NoSharedMemory: the memory cannot be had.
+        """
+        peers = self._directory.meet(store, rank, global_ranks)
+        if self._engine is None:
+            self._engine = Engine(len(os.sched_getaffinity(0)), len(peers))
+        segment = Segment.shared(store, peers, rank, self.directory, self.slot_bytes, self.ring_bytes)
+        return SharedGroup(self._engine, segment, timeout)
+
+
+class SharedGroup:
+    """The collectives of a group whose ranks are all on this host, as gloo's process group names them.
+
+    Each returns at once with an operation under way; tensors may be of any strides.
+    """
+
+    def __init__(self, engine: Engine, segment: Segment, timeout: timedelta) -> None:
+        self._engine = engine
+        self._segment = segment
+        self._timeout_seconds = timeout.total_seconds()
+        self._exchange = Exchange(segment)
+        self._lane = Lane(engine, segment, self._check)
+        self._out: dict[int, tuple[Outbox, Lane]] = {}
+        self._in: dict[int, Inbox] = {}
+
+    def allreduce(self, tensors: Any, opts: Any = Kind.SUM, timeout: Any = None) -> Operation:
+        return self.allreduce_coalesced(_listed(tensors), opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Operation:
+        landing = _Landing()
+        dense = [landing.inout(tensor) for tensor in tensors]
+        kind = kind_of(getattr(opts, "reduceOp", opts))
+        if len(dense) == 1:
+            return self._start(self._exchange.all_reduce(dense[0], kind), tensors, opts, landing)
+
+        def steps() -> Steps:
+            for tensor in dense:
+                yield from self._exchange.all_reduce(tensor, kind)
+
+        return self._start(steps(), tensors, opts, landing)
+
+    def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Operation:
+        landing, tensors = _Landing(), _listed(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        steps = self._exchange.broadcast(landing.inout(tensors[0]), root)
+        return self._start(steps, tensors, opts, landing)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
+        landing = _Landing()
+        steps = self._exchange.reduce(landing.inout(tensors[0]), opts.rootRank, kind_of(opts.reduceOp))
+        return self._start(steps, tensors, opts, landing)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
+        landing = _Landing()
+        places = [landing.out(tensor) for tensor in outputs[0]]
+        steps = self._exchange.all_gather(places, dense(inputs[0]))
+        return self._start(steps, outputs[0], opts, landing)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
+        landing = _Landing()
+        sources = [dense(tensor) for tensor in inputs]
+        # outputs[rank][i] is rank's inputs[i]
+        places = [[landing.out(row[i]) for row in outputs] for i in range(len(inputs))]
+
+        def steps() -> Steps:
+            for place, source in zip(places, sources, strict=True):
+                yield from self._exchange.all_gather(place, source)
+
+        return self._start(steps(), [tensor for row in outputs for tensor in row], opts, landing)
+
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Operation:
+        landing = _Landing()
+        places = self._split(landing.out(output))
+        return self._start(self._exchange.all_gather(places, dense(source)), [output], opts, landing)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
+        landing = _Landing()
+        place = landing.out(outputs[0])
+        sources = [_apart(dense(tensor), place, allowed=i == self._rank) for i, tensor in enumerate(inputs[0])]
+        steps = self._exchange.reduce_scatter(place, sources, kind_of(opts.reduceOp))
+        return self._start(steps, outputs, opts, landing)
+
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
+        landing = _Landing()
+        place = landing.out(output)
+        sources = self._split(dense(source))
+        sources = [_apart(part, place, allowed=rank == self._rank) for rank, part in enumerate(sources)]
+        steps = self._exchange.reduce_scatter(place, sources, kind_of(opts.reduceOp))
+        return self._start(steps, [output], opts, landing)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
+        landing = _Landing()
+        places = [landing.out(tensor) for tensor in outputs]
+        sources = [dense(tensor) for tensor in inputs]
+        steps = self._exchange.all_to_all(places, sources, even=False)
+        return self._start(steps, outputs, opts, landing)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Operation:
+        """The splits are in rows of the tensors; empty ones are even."""
+        landing = _Landing()
+        place = landing.out(output)
+        source = _apart(dense(source), place, allowed=False)
+        even = not output_splits and not input_splits
+        steps = self._exchange.all_to_all(
+            self._split(place, output_splits), self._split(source, input_splits), even=even
+        )
+        return self._start(steps, [output], opts, landing)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
+        landing = _Landing()
+        places = [landing.out(tensor) for tensor in outputs[0]] if self._rank == opts.rootRank else []
+        steps = self._exchange.gather(places, dense(inputs[0]), opts.rootRank)
+        return self._start(steps, outputs[0] if places else [], opts, landing)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
+        landing = _Landing()
+        sources = [dense(tensor) for tensor in inputs[0]] if self._rank == opts.rootRank else []
+        steps = self._exchange.scatter(landing.out(outputs[0]), sources, opts.rootRank)
+        return self._start(steps, outputs, opts, landing)
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
+        return self._start(self._exchange.barrier(), [], opts, _Landing())
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int) -> Operation:
+        if receiver not in self._out:
+            lane = Lane(self._engine, self._segment, self._check)
+            self._out[receiver] = Outbox(self._segment, receiver), lane
+        box, lane = self._out[receiver]
+        operation = Operation(self._engine, box.send(dense(tensors[0]), tag), tensors)
+        return lane.start(operation, background=True)
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int) -> Operation:
+        return self._receive(tensors, [sender], tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation:
+        return self._receive(tensors, [rank for rank in range(self._segment.size) if rank != self._rank], tag)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_seconds = timeout.total_seconds()
+
+    def close(self) -> None:
+        """Leaves the group."""
+        with self._engine.lock:
+            self._segment.close()
+
+    @property
+    def _rank(self) -> int:
+        return self._segment.rank
+
+    def _start(self, steps: Steps, tensors: list[Tensor], opts: Any, landing: "_Landing") -> Operation:
+        if landing.pairs:
+            steps = landing.after(steps)
+        operation = Operation(self._engine, steps, tensors)
+        return self._lane.start(operation, background=getattr(opts, "asyncOp", True))
+
+    def _receive(self, tensors: list[Tensor], senders: list[int], tag: int) -> Operation:
+        for rank in senders:
+            if rank not in self._in:
+                self._in[rank] = Inbox(self._engine, self._segment, rank, self._check)
+        if not tensors[0].is_contiguous():
+            raise RuntimeError("a message is received into a contiguous tensor only")
+        return receive(self._engine, [self._in[rank] for rank in senders], tensors[0], tag)
+
+    def _split(self, tensor: Tensor, rows: Sequence[int] = ()) -> list[Tensor]:
+        """A tensor's part of each rank: along its first dimension, or even ones."""
+        size = self._segment.size
+        if rows:
+            return list(tensor.data.split(list(rows)))
+        flat = vector(tensor)
+        if flat.numel() % size:
+            raise RuntimeError(f"{flat.numel()} elements do not divide among {size} ranks")
+        return list(flat.split(flat.numel() // size)) if flat.numel() else [flat] * size
+
+    def _check(self, lack: Lack | None, seconds: float) -> None:
+        """Raises RuntimeError if what an operation lacks will not come, or has not come in time."""
+        if lack is None:
+            return
+        if reason := self._segment.examine(lack.rank, lack.word, lack.target):
+            raise RuntimeError(reason)
+        if seconds > self._timeout_seconds:
+            peer = self._segment.peers[lack.rank]
+            stopped = f", which is stopped (process {peer.pid})" if peer.condition() == "stopped" else ""
+            raise RuntimeError(
+                f"Timed out waiting {self._timeout_seconds * 1000:.0f}ms for rank {peer.rank}{stopped}"
+            )
+
+
+class _Landing:
+    """Where results land whose own memory is not contiguous, until they are copied there."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor to write instead of this one."""
+        if tensor.is_contiguous():
+            return tensor
+        self.pairs.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype)))
+        return self.pairs[-1][1]
+
+    def inout(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor to read and write instead of this one."""
+        place = self.out(tensor)
+        if place is not tensor:
+            place.copy_(tensor.data)
+        return place
+
+    def after(self, steps: Steps) -> Steps:
+        """The steps, then the copies."""
+        yield from steps
+        for tensor, place in self.pairs:
+            tensor.data.copy_(place)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous, to be read."""
+    return tensor if tensor.is_contiguous() else tensor.data.contiguous()
+
+
+def _apart(source: Tensor, place: Tensor, *, allowed: bool) -> Tensor:
+    """The source, copied if writing to `place` would change it; that they are one may be `allowed`."""
+    first, start = source.data_ptr(), place.data_ptr()
+    if start >= first + source.nbytes or first >= start + place.nbytes or (allowed and first == start):
+        return source
+    return source.data.clone()
+
+
+def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
