@@ -215,7 +215,6 @@ def check_trainable(resolved: Resolved) -> None:
         f"parallel.cp = {mesh.cp}": mesh.cp > 1,
         f"parallel.tp = {mesh.tp}": mesh.tp > 1,
         f"parallel.ep = {parallel.ep}": parallel.ep > 1,
-        f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
     }
     if used := [name for name, is_used in lacking.items() if is_used]:
         raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")

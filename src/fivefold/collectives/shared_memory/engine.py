@@ -143,8 +143,8 @@ class Lane:
             except StopIteration:
                 self._end()
             except BaseException as error:
-                known = isinstance(error, RuntimeError)
-                self.fail(error if known else RuntimeError(f"{type(error).__name__}: {error}"))
+                kind = type(error).__name__
+                self.fail(error if isinstance(error, RuntimeError) else RuntimeError(f"{kind}: {error}"))
                 if not isinstance(error, Exception):
                     raise
         return moved

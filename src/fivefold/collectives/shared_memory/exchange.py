@@ -121,7 +121,9 @@ class Exchange:
             yield from self._open()
             for rank in range(self._size) if keeps else self._others:
                 copy(
-                    self._mine() + rank * width, sources[rank].data_ptr() + start * item, (stop - start) * item
+                    self._mine() + rank * width,
+                    sources[rank].data_ptr() + start * item,
+                    (stop - start) * item,
                 )
             self._post(note)
             yield from self._met(self._others, note)
@@ -168,14 +170,14 @@ class Exchange:
         for start, stop in rounds(longest, width):
             yield from self._open()
             for rank in self._others:
-                copy(
-                    self._mine() + rank * width, sources[rank] + start, _part(start, stop, sizes[rank])
-                )
+                copy(self._mine() + rank * width, sources[rank] + start, _part(start, stop, sizes[rank]))
             self._post(note)
             for rank in self._others:
                 yield from self._met([rank], note)
                 copy(
-                    places[rank] + start, self._theirs(rank) + self._rank * width, _part(start, stop, wanted[rank])
+                    places[rank] + start,
+                    self._theirs(rank) + self._rank * width,
+                    _part(start, stop, wanted[rank]),
                 )
             self._close()
 
@@ -329,7 +331,7 @@ def _part(start: int, stop: int, length: int) -> int:
 
 
 def _note(primitive: str, size: int, kind: Kind = Kind.SUM, root: int = 0) -> int:
-    return PRIMITIVES.index(primitive) << 60 | int(kind) << 56 | root << 44 | size
+    return PRIMITIVES.index(primitive) << 60 | kind << 56 | root << 44 | size
 
 
 def _read(note: int) -> str:

@@ -29,10 +29,11 @@ class _Ring:
         self.offset = segment.ring(sender, receiver)
         self.passed = 0
 
-    def room(self, size: int) -> tuple[int, int]:
-        """Where the next bytes are, and how many of `size` lie together there."""
+    def room(self, left: int) -> tuple[int, int]:
+        """Where the next piece of `left` bytes is, and its size, the same at both ends."""
         start = self.passed % self.segment.ring_bytes
-        return self.segment.address + self.offset + start, min(size, self.segment.ring_bytes - start)
+        size = min(left, PIECE_BYTES, self.segment.ring_bytes // 4, self.segment.ring_bytes - start)
+        return self.segment.address + self.offset + start, size
 
     def header(self) -> Tensor:
         """The two numbers at the current place."""
@@ -54,8 +55,8 @@ class Outbox:
         ring.passed += LINE_BYTES
         address, left = tensor.data_ptr(), tensor.nbytes
         while left:
-            yield from self._wait_for(min(_padded(left), PIECE_BYTES))
-            place, size = ring.room(min(left, PIECE_BYTES))
+            place, size = ring.room(left)
+            yield from self._wait_for(_padded(size))
             copy(place, address, size)
             address, left = address + size, left - size
             ring.passed += _padded(size)
@@ -143,22 +144,28 @@ class Inbox(Lane):
             yield from self._wait_for(LINE_BYTES)
             tag, size = ring.header().tolist()
             ring.passed += LINE_BYTES
-            wanted = next((wanted for wanted in self._wanted if wanted.tag == tag), None)
-            if wanted is not None:
-                for box in wanted.boxes:
-                    box.drop(wanted)
-            self._midway, self._current = True, wanted
+            self._midway, self._current = True, self._claim(tag)
+            wanted = self._current
             if wanted is not None and wanted.tensor.nbytes == size:
                 yield from self._take(wanted.tensor.data_ptr(), size)
                 _end(wanted, None, ring.sender)
             else:
                 message = torch.empty(size, dtype=torch.uint8)
                 yield from self._take(message.data_ptr(), size)
-                if wanted is None:
-                    self._early.setdefault(tag, deque()).append(message)
-                else:
+                wanted = wanted or self._claim(tag)  # it may have become wanted meanwhile
+                if wanted is not None:
                     self._deliver(wanted, message)
+                else:
+                    self._early.setdefault(tag, deque()).append(message)
             self._midway, self._current = False, None
+
+    def _claim(self, tag: int) -> _Wanted | None:
+        """The first that waits for such a message; from now on it waits for nothing else."""
+        wanted = next((wanted for wanted in self._wanted if wanted.tag == tag), None)
+        if wanted is not None:
+            for box in wanted.boxes:
+                box.drop(wanted)
+        return wanted
 
     def _deliver(self, wanted: _Wanted, message: Tensor) -> None:
         """Hands over a message that was kept."""
@@ -172,7 +179,7 @@ class Inbox(Lane):
     def _take(self, address: int, left: int) -> Steps:
         ring, segment = self._ring, self._ring.segment
         while left:
-            place, size = ring.room(min(left, PIECE_BYTES))
+            place, size = ring.room(left)
             yield from self._wait_for(_padded(size))
             copy(address, place, size)
             address, left = address + size, left - size

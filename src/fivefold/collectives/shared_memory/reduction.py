@@ -1,34 +1,51 @@
 """Sums, means and the like over the parts of all ranks, always taken in the order of the ranks."""
 
 from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-Kind = dist.ReduceOp.RedOpType
 _HALF = (torch.bfloat16, torch.float16)
+
+
+class Kind(IntEnum):
+    """torch's reductions, by its names."""
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+
+
 _COMBINE: dict[Kind, Callable[..., Tensor]] = {
     Kind.SUM: torch.add,
     Kind.AVG: torch.add,
     Kind.PRODUCT: torch.mul,
-    Kind.MAX: torch.maximum,
     Kind.MIN: torch.minimum,
+    Kind.MAX: torch.maximum,
     Kind.BAND: torch.bitwise_and,
     Kind.BOR: torch.bitwise_or,
     Kind.BXOR: torch.bitwise_xor,
 }
 
 
-def kind_of(operation: dist.ReduceOp | Kind) -> Kind:
-    """The kind of reduction that an options object or a caller names.
+def kind_of(options: Any) -> Kind:
+    """The kind of reduction that torch's options, or its ReduceOp, name.
 
     Raises:
         RuntimeError: one that is not defined between processes of a CPU.
     """
-    kind = operation if isinstance(operation, Kind) else operation.op  # type: ignore[attr-defined]
-    if kind not in _COMBINE:
-        raise RuntimeError(f"reduction {kind.name} is not supported on CPUs")
+    operation = getattr(options, "reduceOp", options)
+    name = getattr(operation, "op", operation).name
+    kind = Kind.__members__.get(name)
+    if kind is None:
+        raise RuntimeError(f"reduction {name} is not supported on CPUs")
     return kind
 
 

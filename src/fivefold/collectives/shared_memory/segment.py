@@ -25,7 +25,7 @@ _RANK_LINES = 4
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # x86-64
 
 
-class NoSharedMemory(RuntimeError):
+class SharedMemoryError(RuntimeError):
     """The memory that a group needs cannot be had."""
 
 
@@ -82,24 +82,24 @@ class Segment:
         """The segment of these ranks. Collective over them; `store` is theirs alone.
 
         Raises:
-            NoSharedMemory: what is missing, and what to do.
+            SharedMemoryError: what is missing, and what to do.
         """
         if rank == 0:
             try:
                 fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
                 segment = cls(fd, peers, rank, slot_bytes, ring_bytes)
-            except (OSError, NoSharedMemory) as error:
+            except (OSError, SharedMemoryError) as error:
                 store.set("segment", f"!{_reason(error, directory)}")
-                raise NoSharedMemory(_reason(error, directory)) from None
+                raise SharedMemoryError(_reason(error, directory)) from None
             store.set("segment", f"/proc/{os.getpid()}/fd/{fd}")
             return segment
         path = store.get("segment").decode()
         if path.startswith("!"):
-            raise NoSharedMemory(f"rank {peers[0].rank}: {path[1:]}")
+            raise SharedMemoryError(f"rank {peers[0].rank}: {path[1:]}")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise NoSharedMemory(
+            raise SharedMemoryError(
                 f"cannot open the memory of rank {peers[0].rank} ({path}: {error.strerror}); "
                 'parallel.backend = "gloo" does without'
             ) from None
@@ -146,7 +146,7 @@ class Segment:
         """Makes sure that this part of the file has memory behind it: else touching it would be a bus error.
 
         Raises:
-            NoSharedMemory: the file system is full.
+            SharedMemoryError: the file system is full.
         """
         if (offset, size) in self._reserved:
             return
@@ -154,7 +154,7 @@ class Segment:
             os.posix_fallocate(self._fd, offset, size)
         except OSError as error:
             disk = os.fstatvfs(self._fd)
-            raise NoSharedMemory(
+            raise SharedMemoryError(
                 f"{error.strerror}: shared memory needs {size} bytes more, and {disk.f_bavail * disk.f_frsize} "
                 f"of {disk.f_blocks * disk.f_frsize} are free; give it more (docker run --shm-size=8g) or set "
                 'parallel.backend = "gloo"'

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -15,7 +16,7 @@ from fivefold.collectives.shared_memory.engine import Engine, Lack, Lane, Operat
 from fivefold.collectives.shared_memory.exchange import Exchange, vector
 from fivefold.collectives.shared_memory.mailbox import Inbox, Outbox, receive
 from fivefold.collectives.shared_memory.peers import Directory, this_host
-from fivefold.collectives.shared_memory.reduction import Kind, kind_of
+from fivefold.collectives.shared_memory.reduction import kind_of
 from fivefold.collectives.shared_memory.segment import Segment
 
 SLOT_BYTES = 1 << 20
@@ -46,13 +47,15 @@ class SharedMemory:
 
     def connect(
         self, store: Store, rank: int, global_ranks: list[int], timeout: timedelta
-    ) -> "SharedGroup":
+    ) -> "SharedGroup | dist.ProcessGroupGloo":
         """What carries the collectives of a group. Collective over the group; `store` is its own.
 
         Raises:
-            NoSharedMemory: the memory cannot be had.
+            SharedMemoryError: the memory cannot be had.
         """
         peers = self._directory.meet(store, rank, global_ranks)
+        if len({peer.host for peer in peers}) > 1:
+            return dist.ProcessGroupGloo(store, rank, len(peers), timeout)
         if self._engine is None:
             self._engine = Engine(len(os.sched_getaffinity(0)), len(peers))
         segment = Segment.shared(store, peers, rank, self.directory, self.slot_bytes, self.ring_bytes)
@@ -74,13 +77,13 @@ class SharedGroup:
         self._out: dict[int, tuple[Outbox, Lane]] = {}
         self._in: dict[int, Inbox] = {}
 
-    def allreduce(self, tensors: Any, opts: Any = Kind.SUM, timeout: Any = None) -> Operation:
+    def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, timeout: Any = None) -> Operation:
         return self.allreduce_coalesced(_listed(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Operation:
         landing = _Landing()
         dense = [landing.inout(tensor) for tensor in tensors]
-        kind = kind_of(getattr(opts, "reduceOp", opts))
+        kind = kind_of(opts)
         if len(dense) == 1:
             return self._start(self._exchange.all_reduce(dense[0], kind), tensors, opts, landing)
 
@@ -98,7 +101,7 @@ class SharedGroup:
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
         landing = _Landing()
-        steps = self._exchange.reduce(landing.inout(tensors[0]), opts.rootRank, kind_of(opts.reduceOp))
+        steps = self._exchange.reduce(landing.inout(tensors[0]), opts.rootRank, kind_of(opts))
         return self._start(steps, tensors, opts, landing)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
@@ -127,8 +130,10 @@ class SharedGroup:
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
         landing = _Landing()
         place = landing.out(outputs[0])
-        sources = [_apart(dense(tensor), place, allowed=i == self._rank) for i, tensor in enumerate(inputs[0])]
-        steps = self._exchange.reduce_scatter(place, sources, kind_of(opts.reduceOp))
+        sources = [
+            _apart(dense(tensor), place, allowed=i == self._rank) for i, tensor in enumerate(inputs[0])
+        ]
+        steps = self._exchange.reduce_scatter(place, sources, kind_of(opts))
         return self._start(steps, outputs, opts, landing)
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
@@ -136,7 +141,7 @@ class SharedGroup:
         place = landing.out(output)
         sources = self._split(dense(source))
         sources = [_apart(part, place, allowed=rank == self._rank) for rank, part in enumerate(sources)]
-        steps = self._exchange.reduce_scatter(place, sources, kind_of(opts.reduceOp))
+        steps = self._exchange.reduce_scatter(place, sources, kind_of(opts))
         return self._start(steps, [output], opts, landing)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
@@ -223,11 +228,11 @@ class SharedGroup:
         """A tensor's part of each rank: along its first dimension, or even ones."""
         size = self._segment.size
         if rows:
-            return list(tensor.data.split(list(rows)))
+            return list(torch.split(tensor.data, list(rows)))
         flat = vector(tensor)
         if flat.numel() % size:
             raise RuntimeError(f"{flat.numel()} elements do not divide among {size} ranks")
-        return list(flat.split(flat.numel() // size)) if flat.numel() else [flat] * size
+        return list(torch.split(flat, flat.numel() // size)) if flat.numel() else [flat] * size
 
     def _check(self, lack: Lack | None, seconds: float) -> None:
         """Raises RuntimeError if what an operation lacks will not come, or has not come in time."""
