@@ -28,8 +28,8 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def join(slot_bytes: int = SLOT, ring_bytes: int = RING, timeout: float = 20.0) -> None:
-    shared = SharedMemory(slot_bytes=slot_bytes, ring_bytes=ring_bytes)
+def join(host: str = "", timeout: float = 20.0) -> None:
+    shared = SharedMemory(host=host, slot_bytes=SLOT, ring_bytes=RING)
     dist.init_process_group(register(Recorder(), timedelta(seconds=timeout), shared))
 
 
@@ -69,9 +69,9 @@ def check_close(got: Tensor, right: Tensor, n: int) -> None:
         assert float((got.double() - right).abs().max()) <= bound
 
 
-def check_random(rank: int, n: int, seed: int, count: int) -> None:
-    """`count` random collectives, the same on every rank."""
-    join()
+def check_random(rank: int, n: int, seed: int, count: int, hosts: str = "") -> None:
+    """`count` random collectives, the same on every rank. `hosts` has a letter per rank; all are one by default."""
+    join(hosts[rank : rank + 1])
     choose = random.Random(seed)
     operations = [
         dist.ReduceOp.SUM,
@@ -207,9 +207,14 @@ def test_random_collectives(ranks: Ranks, world_size: int, seed: int) -> None:
     ranks.run(check_random, 10 * seed + world_size, 60, world_size=world_size)
 
 
-def check_asynchronous(rank: int, n: int, seed: int) -> None:
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "ab", "aab", "abcc"])
+def test_random_collectives_between_hosts(ranks: Ranks, hosts: str) -> None:
+    ranks.run(check_random, 5, 40, hosts, world_size=len(hosts))
+
+
+def check_asynchronous(rank: int, n: int, seed: int, hosts: str = "") -> None:
     """Many under way at once over several groups, waited for in an order that differs from rank to rank."""
-    join()
+    join(hosts[rank : rank + 1])
     groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
     choose, mine = random.Random(seed), random.Random(seed + 100 + rank)
     pending: list[tuple[Any, Tensor, Tensor]] = []
@@ -237,9 +242,9 @@ def check_asynchronous(rank: int, n: int, seed: int) -> None:
         assert torch.equal(x, right)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_asynchronous_and_synchronous_mixed(ranks: Ranks, seed: int) -> None:
-    ranks.run(check_asynchronous, seed)
+@pytest.mark.parametrize(("seed", "hosts"), [(0, ""), (1, ""), (2, "aabb")])
+def test_asynchronous_and_synchronous_mixed(ranks: Ranks, seed: int, hosts: str) -> None:
+    ranks.run(check_asynchronous, seed, hosts)
 
 
 def check_progress(rank: int, n: int) -> None:

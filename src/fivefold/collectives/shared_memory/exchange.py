@@ -38,8 +38,8 @@ class Exchange:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._rank, self._size = segment.rank, segment.size
-        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._rank, self.size = segment.rank, segment.size
+        self._others = [rank for rank in range(self.size) if rank != self._rank]
         self._step = 0
         self._words = segment.words
         self._posted = segment.posted(self._rank)
@@ -59,9 +59,9 @@ class Exchange:
             if tensor.nbytes:
                 yield from self._all_reduce_at_once(flat, kind, note)
             return
-        share = self._segment.slot_bytes // self._size // LINE_BYTES * LINE_BYTES // flat.itemsize
-        for start in range(0, flat.numel(), share * self._size):
-            part = flat[start : start + share * self._size]
+        share = self._segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES // flat.itemsize
+        for start in range(0, flat.numel(), share * self.size):
+            part = flat[start : start + share * self.size]
             yield from self._all_reduce_shared_out(part, kind, note)
 
     def _all_reduce_at_once(self, flat: Tensor, kind: Kind, note: int) -> Steps:
@@ -70,7 +70,7 @@ class Exchange:
         copy(self._mine(), flat.data_ptr(), size)
         self._post(note)
         yield from self._met(self._others, note)
-        parts = [self._view(rank, 0, numel, dtype) for rank in range(self._size)]
+        parts = [self._view(rank, 0, numel, dtype) for rank in range(self.size)]
         if self._rank < 2:  # the first two are read before anything is written
             parts[self._rank] = flat
         reduce_into(flat, parts, kind)
@@ -78,7 +78,7 @@ class Exchange:
 
     def _all_reduce_shared_out(self, flat: Tensor, kind: Kind, note: int) -> Steps:
         """Each rank reduces its share, and hands it to all."""
-        bounds = shares(flat.numel(), self._size)
+        bounds = shares(flat.numel(), self.size)
         item, dtype, address = flat.itemsize, flat.dtype, flat.data_ptr()
         width = bounds[1] * item
         first, last = bounds[self._rank], bounds[self._rank + 1]
@@ -91,7 +91,7 @@ class Exchange:
             )
         self._post(note)
         yield from self._met(self._others, note)
-        parts = [self._view(rank, self._rank * width, last - first, dtype) for rank in range(self._size)]
+        parts = [self._view(rank, self._rank * width, last - first, dtype) for rank in range(self.size)]
         parts[self._rank] = flat[first:last]
         step = self._step
         yield from self._open()  # before the step before is closed: its data are still to be read
@@ -110,43 +110,42 @@ class Exchange:
         self._close()
 
     def reduce_scatter(self, out: Tensor, inputs: Sequence[Tensor], kind: Kind) -> Steps:
-        """`inputs` holds this rank's part for each rank, all as long as `out`."""
-        note = _note("reduce_scatter", out.nbytes, kind)
+        """`inputs` holds this rank's part for each rank, as long as that rank's `out`."""
+        longest = max(part.numel() for part in inputs)
+        note = _note("reduce_scatter", longest * out.itemsize, kind)
         flat, sources = vector(out), [vector(part) for part in inputs]
         item, dtype = flat.itemsize, flat.dtype
         width = self._share_bytes()
         # The third rank's own part is read after `out` is written: where they are one, its slot keeps it.
         keeps = self._rank >= 2 and sources[self._rank].data_ptr() == flat.data_ptr()
-        for start, stop in rounds(flat.numel(), width // item):
+        for start, stop in rounds(longest, width // item):
             yield from self._open()
-            for rank in range(self._size) if keeps else self._others:
-                copy(
-                    self._mine() + rank * width,
-                    sources[rank].data_ptr() + start * item,
-                    (stop - start) * item,
-                )
+            for rank in range(self.size) if keeps else self._others:
+                size = _part(start, stop, sources[rank].numel()) * item
+                copy(self._mine() + rank * width, sources[rank].data_ptr() + start * item, size)
             self._post(note)
             yield from self._met(self._others, note)
-            parts = [self._view(r, self._rank * width, stop - start, dtype) for r in range(self._size)]
-            if not keeps:
-                parts[self._rank] = sources[self._rank][start:stop]
-            reduce_into(flat[start:stop], parts, kind)
+            if numel := _part(start, stop, flat.numel()):
+                parts = [self._view(r, self._rank * width, numel, dtype) for r in range(self.size)]
+                if not keeps:
+                    parts[self._rank] = sources[self._rank][start : start + numel]
+                reduce_into(flat[start : start + numel], parts, kind)
             self._close()
 
     def all_gather(self, outputs: Sequence[Tensor], source: Tensor) -> Steps:
-        """`outputs` has a place for each rank's `source`."""
-        note = _note("all_gather", source.nbytes)
+        """`outputs` has a place for each rank's `source`; these may differ in length."""
+        sizes = [out.nbytes for out in outputs]
+        note = _note("all_gather", max(sizes))
         address, places = source.data_ptr(), [out.data_ptr() for out in outputs]
-        mine = places[self._rank]
-        for start, stop in rounds(source.nbytes, self._segment.slot_bytes):
+        if (mine := places[self._rank]) != address:
+            copy(mine, address, source.nbytes)
+        for start, stop in rounds(max(sizes), self._segment.slot_bytes):
             yield from self._open()
-            copy(self._mine(), address + start, stop - start)
+            copy(self._mine(), address + start, _part(start, stop, source.nbytes))
             self._post(note)
-            if mine != address:
-                copy(mine + start, address + start, stop - start)
             for rank in self._others:
                 yield from self._met([rank], note)
-                copy(places[rank] + start, self._theirs(rank), stop - start)
+                copy(places[rank] + start, self._theirs(rank), _part(start, stop, sizes[rank]))
             self._close()
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, even: bool) -> Steps:
@@ -204,7 +203,7 @@ class Exchange:
             self._post(note)
             if self._rank == root:
                 yield from self._met(self._others, note)
-                parts = [self._view(rank, 0, stop - start, dtype) for rank in range(self._size)]
+                parts = [self._view(rank, 0, stop - start, dtype) for rank in range(self.size)]
                 reduce_into(flat[start:stop], parts, kind)
             self._close()
 
@@ -249,7 +248,7 @@ class Exchange:
         self._view(self._rank, 0, size, torch.int64).copy_(torch.tensor(numbers))
         self._post(note)
         yield from self._met(self._others, note)
-        table += [self._view(rank, 0, size, torch.int64).tolist() for rank in range(self._size)]
+        table += [self._view(rank, 0, size, torch.int64).tolist() for rank in range(self.size)]
         self._close()
 
     # The steps
@@ -303,7 +302,7 @@ class Exchange:
 
     def _share_bytes(self) -> int:
         """What a slot holds for each rank."""
-        return self._segment.slot_bytes // self._size // LINE_BYTES * LINE_BYTES
+        return self._segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
 
 
 def vector(tensor: Tensor) -> Tensor:

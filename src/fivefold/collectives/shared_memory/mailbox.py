@@ -78,19 +78,26 @@ class _Wanted:
 
 
 class Inbox(Lane):
-    """What comes from another rank to this one."""
+    """What comes from another rank to this one. `ranks` are the segment's as the group numbers them."""
 
     def __init__(
-        self, engine: Engine, segment: Segment, sender: int, check: Callable[[Lack | None, float], None]
+        self,
+        engine: Engine,
+        segment: Segment,
+        sender: int,
+        ranks: list[int],
+        check: Callable[[Lack | None, float], None],
     ) -> None:
         super().__init__(engine, segment, check)
-        self._ring = _Ring(segment, sender, segment.rank)
+        index = ranks.index(sender)
+        self._source = sender
+        self._ring = _Ring(segment, index, segment.rank)
         self._wanted: list[_Wanted] = []
         self._early: dict[int, deque[Tensor]] = {}  # tag → messages taken out of the way
         self._pump = self._receive()
         self._midway = False  # within a message,
         self._current: _Wanted | None = None  # of which this is who waits for it, if it is wanted now
-        self._name = segment.peers[sender].rank
+        self._name = segment.peers[index].rank
 
     def advance(self) -> bool:
         moved = False
@@ -148,7 +155,7 @@ class Inbox(Lane):
             wanted = self._current
             if wanted is not None and wanted.tensor.nbytes == size:
                 yield from self._take(wanted.tensor.data_ptr(), size)
-                _end(wanted, None, ring.sender)
+                _end(wanted, None, self._source)
             else:
                 message = torch.empty(size, dtype=torch.uint8)
                 yield from self._take(message.data_ptr(), size)
@@ -174,7 +181,7 @@ class Inbox(Lane):
             copy(wanted.tensor.data_ptr(), message.data_ptr(), size)
         else:
             error = RuntimeError(f"rank {self._name} has sent {message.nbytes} bytes, {size} are expected")
-        _end(wanted, error, self._ring.sender)
+        _end(wanted, error, self._source)
 
     def _take(self, address: int, left: int) -> Steps:
         ring, segment = self._ring, self._ring.segment

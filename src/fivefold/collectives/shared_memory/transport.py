@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import Work
 
 from fivefold.collectives.shared_memory.engine import Engine, Lack, Lane, Operation, Steps
 from fivefold.collectives.shared_memory.exchange import Exchange, vector
+from fivefold.collectives.shared_memory.hosts import Hosts
 from fivefold.collectives.shared_memory.mailbox import Inbox, Outbox, receive
-from fivefold.collectives.shared_memory.peers import Directory, this_host
+from fivefold.collectives.shared_memory.peers import Directory, Peer, this_host
 from fivefold.collectives.shared_memory.reduction import kind_of
 from fivefold.collectives.shared_memory.segment import Segment
 
@@ -45,34 +47,69 @@ class SharedMemory:
     def __post_init__(self) -> None:
         self._directory = Directory(self.host or this_host(self.directory))
 
-    def connect(
-        self, store: Store, rank: int, global_ranks: list[int], timeout: timedelta
-    ) -> "SharedGroup | dist.ProcessGroupGloo":
+    def connect(self, store: Store, rank: int, global_ranks: list[int], timeout: timedelta) -> "SharedGroup":
         """What carries the collectives of a group. Collective over the group; `store` is its own.
 
         Raises:
             SharedMemoryError: the memory cannot be had.
         """
         peers = self._directory.meet(store, rank, global_ranks)
-        if len({peer.host for peer in peers}) > 1:
-            return dist.ProcessGroupGloo(store, rank, len(peers), timeout)
+        hosts = _by_host(peers)
         if self._engine is None:
-            self._engine = Engine(len(os.sched_getaffinity(0)), len(peers))
-        segment = Segment.shared(store, peers, rank, self.directory, self.slot_bytes, self.ring_bytes)
-        return SharedGroup(self._engine, segment, timeout)
+            together = sum(peer.host == peers[rank].host for peer in peers)
+            self._engine = Engine(len(os.sched_getaffinity(0)), together)
+        here = next(ranks for ranks in hosts if rank in ranks)
+        segment = Segment.shared(
+            PrefixStore(f"host {here[0]}", store),
+            [peers[i] for i in here],
+            here.index(rank),
+            self.directory,
+            self.slot_bytes,
+            self.ring_bytes,
+        )
+        local = Exchange(segment)
+        if len(hosts) == 1:
+            return SharedGroup(self._engine, segment, rank, here, timeout, local)
+        whole = dist.ProcessGroupGloo(PrefixStore("whole", store), rank, len(peers), timeout)
+        rail = whole
+        if len(here) > 1:
+            index = here.index(rank)
+            rail_store = PrefixStore(f"rail {index}", store)
+            rail = dist.ProcessGroupGloo(rail_store, hosts.index(here), len(hosts), timeout)
+        spanning = Hosts(local, hosts, rank, rail, whole)
+        return SharedGroup(self._engine, segment, rank, here, timeout, spanning, whole)
 
 
 class SharedGroup:
-    """The collectives of a group whose ranks are all on this host, as gloo's process group names them.
+    """The collectives of a group, as gloo's process group names them.
 
     Each returns at once with an operation under way; tensors may be of any strides.
+
+    Args:
+        rank: in the group.
+        here: the group's ranks on this host: those of the segment, in its order.
+        timeout: for what is waited for in the segment.
+        collectives: of all ranks of the group.
+        whole: gloo between all of them, if there are others than those here.
     """
 
-    def __init__(self, engine: Engine, segment: Segment, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        segment: Segment,
+        rank: int,
+        here: list[int],
+        timeout: timedelta,
+        collectives: Exchange | Hosts,
+        whole: Any = None,
+    ) -> None:
         self._engine = engine
         self._segment = segment
+        self._rank = rank
+        self._here = here
         self._timeout_seconds = timeout.total_seconds()
-        self._exchange = Exchange(segment)
+        self._collectives = collectives
+        self._whole = whole
         self._lane = Lane(engine, segment, self._check)
         self._out: dict[int, tuple[Outbox, Lane]] = {}
         self._in: dict[int, Inbox] = {}
@@ -85,29 +122,29 @@ class SharedGroup:
         dense = [landing.inout(tensor) for tensor in tensors]
         kind = kind_of(opts)
         if len(dense) == 1:
-            return self._start(self._exchange.all_reduce(dense[0], kind), tensors, opts, landing)
+            return self._start(self._collectives.all_reduce(dense[0], kind), tensors, opts, landing)
 
         def steps() -> Steps:
             for tensor in dense:
-                yield from self._exchange.all_reduce(tensor, kind)
+                yield from self._collectives.all_reduce(tensor, kind)
 
         return self._start(steps(), tensors, opts, landing)
 
     def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Operation:
         landing, tensors = _Landing(), _listed(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
-        steps = self._exchange.broadcast(landing.inout(tensors[0]), root)
+        steps = self._collectives.broadcast(landing.inout(tensors[0]), root)
         return self._start(steps, tensors, opts, landing)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
         landing = _Landing()
-        steps = self._exchange.reduce(landing.inout(tensors[0]), opts.rootRank, kind_of(opts))
+        steps = self._collectives.reduce(landing.inout(tensors[0]), opts.rootRank, kind_of(opts))
         return self._start(steps, tensors, opts, landing)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
         landing = _Landing()
         places = [landing.out(tensor) for tensor in outputs[0]]
-        steps = self._exchange.all_gather(places, dense(inputs[0]))
+        steps = self._collectives.all_gather(places, dense(inputs[0]))
         return self._start(steps, outputs[0], opts, landing)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
@@ -118,14 +155,14 @@ class SharedGroup:
 
         def steps() -> Steps:
             for place, source in zip(places, sources, strict=True):
-                yield from self._exchange.all_gather(place, source)
+                yield from self._collectives.all_gather(place, source)
 
         return self._start(steps(), [tensor for row in outputs for tensor in row], opts, landing)
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Operation:
         landing = _Landing()
         places = self._split(landing.out(output))
-        return self._start(self._exchange.all_gather(places, dense(source)), [output], opts, landing)
+        return self._start(self._collectives.all_gather(places, dense(source)), [output], opts, landing)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
         landing = _Landing()
@@ -133,7 +170,7 @@ class SharedGroup:
         sources = [
             _apart(dense(tensor), place, allowed=i == self._rank) for i, tensor in enumerate(inputs[0])
         ]
-        steps = self._exchange.reduce_scatter(place, sources, kind_of(opts))
+        steps = self._collectives.reduce_scatter(place, sources, kind_of(opts))
         return self._start(steps, outputs, opts, landing)
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
@@ -141,14 +178,14 @@ class SharedGroup:
         place = landing.out(output)
         sources = self._split(dense(source))
         sources = [_apart(part, place, allowed=rank == self._rank) for rank, part in enumerate(sources)]
-        steps = self._exchange.reduce_scatter(place, sources, kind_of(opts))
+        steps = self._collectives.reduce_scatter(place, sources, kind_of(opts))
         return self._start(steps, [output], opts, landing)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
         landing = _Landing()
         places = [landing.out(tensor) for tensor in outputs]
         sources = [dense(tensor) for tensor in inputs]
-        steps = self._exchange.all_to_all(places, sources, even=False)
+        steps = self._collectives.all_to_all(places, sources, even=False)
         return self._start(steps, outputs, opts, landing)
 
     def alltoall_base(
@@ -164,7 +201,7 @@ class SharedGroup:
         place = landing.out(output)
         source = _apart(dense(source), place, allowed=False)
         even = not output_splits and not input_splits
-        steps = self._exchange.all_to_all(
+        steps = self._collectives.all_to_all(
             self._split(place, output_splits), self._split(source, input_splits), even=even
         )
         return self._start(steps, [output], opts, landing)
@@ -172,31 +209,37 @@ class SharedGroup:
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
         landing = _Landing()
         places = [landing.out(tensor) for tensor in outputs[0]] if self._rank == opts.rootRank else []
-        steps = self._exchange.gather(places, dense(inputs[0]), opts.rootRank)
+        steps = self._collectives.gather(places, dense(inputs[0]), opts.rootRank)
         return self._start(steps, outputs[0] if places else [], opts, landing)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
         landing = _Landing()
         sources = [dense(tensor) for tensor in inputs[0]] if self._rank == opts.rootRank else []
-        steps = self._exchange.scatter(landing.out(outputs[0]), sources, opts.rootRank)
+        steps = self._collectives.scatter(landing.out(outputs[0]), sources, opts.rootRank)
         return self._start(steps, outputs, opts, landing)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
-        return self._start(self._exchange.barrier(), [], opts, _Landing())
+        return self._start(self._collectives.barrier(), [], opts, _Landing())
 
-    def send(self, tensors: list[Tensor], receiver: int, tag: int) -> Operation:
+    def send(self, tensors: list[Tensor], receiver: int, tag: int) -> Operation | Work:
+        if receiver not in self._here:
+            return self._whole.send(tensors, receiver, tag)  # type: ignore[no-any-return]
         if receiver not in self._out:
             lane = Lane(self._engine, self._segment, self._check)
-            self._out[receiver] = Outbox(self._segment, receiver), lane
+            self._out[receiver] = Outbox(self._segment, self._here.index(receiver)), lane
         box, lane = self._out[receiver]
         operation = Operation(self._engine, box.send(dense(tensors[0]), tag), tensors)
         return lane.start(operation, background=True)
 
-    def recv(self, tensors: list[Tensor], sender: int, tag: int) -> Operation:
+    def recv(self, tensors: list[Tensor], sender: int, tag: int) -> Operation | Work:
+        if sender not in self._here:
+            return self._whole.recv(tensors, sender, tag)  # type: ignore[no-any-return]
         return self._receive(tensors, [sender], tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation:
-        return self._receive(tensors, [rank for rank in range(self._segment.size) if rank != self._rank], tag)
+        if self._whole is not None:
+            raise RuntimeError("a receive must name its sender in a group that spans hosts")
+        return self._receive(tensors, [rank for rank in self._here if rank != self._rank], tag)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_seconds = timeout.total_seconds()
@@ -205,10 +248,7 @@ class SharedGroup:
         """Leaves the group."""
         with self._engine.lock:
             self._segment.close()
-
-    @property
-    def _rank(self) -> int:
-        return self._segment.rank
+        del self._collectives, self._whole  # gloo lets go when it is deleted
 
     def _start(self, steps: Steps, tensors: list[Tensor], opts: Any, landing: "_Landing") -> Operation:
         if landing.pairs:
@@ -219,17 +259,16 @@ class SharedGroup:
     def _receive(self, tensors: list[Tensor], senders: list[int], tag: int) -> Operation:
         for rank in senders:
             if rank not in self._in:
-                self._in[rank] = Inbox(self._engine, self._segment, rank, self._check)
+                self._in[rank] = Inbox(self._engine, self._segment, rank, self._here, self._check)
         if not tensors[0].is_contiguous():
             raise RuntimeError("a message is received into a contiguous tensor only")
         return receive(self._engine, [self._in[rank] for rank in senders], tensors[0], tag)
 
     def _split(self, tensor: Tensor, rows: Sequence[int] = ()) -> list[Tensor]:
         """A tensor's part of each rank: along its first dimension, or even ones."""
-        size = self._segment.size
         if rows:
             return list(torch.split(tensor.data, list(rows)))
-        flat = vector(tensor)
+        flat, size = vector(tensor), self._collectives.size
         if flat.numel() % size:
             raise RuntimeError(f"{flat.numel()} elements do not divide among {size} ranks")
         return list(torch.split(flat, flat.numel() // size)) if flat.numel() else [flat] * size
@@ -246,6 +285,16 @@ class SharedGroup:
             raise RuntimeError(
                 f"Timed out waiting {self._timeout_seconds * 1000:.0f}ms for rank {peer.rank}{stopped}"
             )
+
+
+def _by_host(peers: list[Peer]) -> list[list[int]]:
+    """The ranks of a group by host. Where hosts have different numbers of them, each rank is one by itself."""
+    hosts: dict[str, list[int]] = {}
+    for rank, peer in enumerate(peers):
+        hosts.setdefault(peer.host, []).append(rank)
+    if len({len(ranks) for ranks in hosts.values()}) > 1:
+        return [[rank] for rank in range(len(peers))]
+    return list(hosts.values())
 
 
 class _Landing:
