@@ -33,8 +33,8 @@ class Lack(NamedTuple):
 Steps: TypeAlias = Generator[Lack | Work, None, None]
 """An operation: yields what it waits for, a word or a work of gloo, and is resumed when that has come."""
 
-SPINS = 300  # looks at the words, a third of a microsecond each, before the core is offered to others
-YIELD_SECONDS = 0.0005  # then for so long the core is offered in turn
+SPINS = 100  # looks at the words, about a microsecond each, before the core is given to others
+YIELD_SECONDS = 0.0001  # where ranks outnumber cores: the core is first offered to the others for so long
 NAP_SECONDS = (0.001, 0.01)  # then sleeps, first short, later long
 LOOK_SECONDS = 0.25  # between two looks at whether the peer lives
 GRACE_SECONDS = 0.0005  # the thread leaves alone what its caller may be about to wait for
@@ -188,7 +188,7 @@ class Engine:
         self.lock = threading.Lock()
         self.active: list[Lane] = []
         self.settled: list[Operation] = []  # whose futures are to be told
-        self._spins = SPINS if local_ranks <= cores else 0
+        self._spins, self._yield_seconds = (SPINS, 0.0) if local_ranks <= cores else (0, YIELD_SECONDS)
         self._drivers = 0
         self._wake = threading.Semaphore(0)
         self._awake = False
@@ -207,7 +207,7 @@ class Engine:
 
     def drive(self, operation: Operation, timeout: float) -> None:
         """Advances everything until that operation has ended."""
-        pause = _Pause(self, self._spins, YIELD_SECONDS)
+        pause = _Pause(self, self._spins, self._yield_seconds)
         now = time.monotonic()
         operation.since = max(operation.since, now)  # the time allowed is counted while somebody waits
         deadline = now + timeout if timeout > 0 else float("inf")

@@ -15,6 +15,7 @@ from torch import Tensor
 from fivefold.collectives.shared_memory.engine import Lack, Steps
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
 from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment
+from fivefold.collectives.shared_memory.span import Span, shares
 
 copy = ctypes.memmove
 """(to, from, bytes): a tenth of the overhead of a tensor's copy_, and no view of either side is needed."""
@@ -34,12 +35,15 @@ PRIMITIVES = (
 
 
 class Exchange:
-    """The collectives of a segment. Tensors are contiguous; those to be read and written may be the same."""
+    """The collectives of a segment."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._rank, self.size = segment.rank, segment.size
         self._others = [rank for rank in range(self.size) if rank != self._rank]
+        self.share_bytes = (
+            segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
+        )  # of a slot, for each rank
         self._step = 0
         self._words = segment.words
         self._posted = segment.posted(self._rank)
@@ -52,193 +56,180 @@ class Exchange:
         yield from self._met(self._others, note)
         self._close()
 
-    def all_reduce(self, tensor: Tensor, kind: Kind) -> Steps:
-        note = _note("all_reduce", tensor.nbytes, kind)
-        flat = vector(tensor)
-        if tensor.nbytes <= min(AT_ONCE_BYTES, self._segment.slot_bytes):
-            if tensor.nbytes:
-                yield from self._all_reduce_at_once(flat, kind, note)
+    def all_reduce(self, span: Span, kind: Kind) -> Steps:
+        note = _note("all_reduce", span.nbytes, kind)
+        if span.nbytes <= min(AT_ONCE_BYTES, self._segment.slot_bytes):
+            if span.nbytes:
+                yield from self._all_reduce_at_once(span, kind, note)
             return
-        share = self._segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES // flat.itemsize
-        for start in range(0, flat.numel(), share * self.size):
-            part = flat[start : start + share * self.size]
+        together = self.share_bytes // span.tensor.itemsize * self.size
+        for start in range(0, span.numel, together):
+            part = span.part(start, min(together, span.numel - start))
             yield from self._all_reduce_shared_out(part, kind, note)
 
-    def _all_reduce_at_once(self, flat: Tensor, kind: Kind, note: int) -> Steps:
-        numel, dtype, size = flat.numel(), flat.dtype, flat.nbytes
+    def _all_reduce_at_once(self, span: Span, kind: Kind, note: int) -> Steps:
+        flat = span.vector()
         yield from self._open()
-        copy(self._mine(), flat.data_ptr(), size)
+        copy(self._slot(self._rank), span.address, span.nbytes)
         self._post(note)
         yield from self._met(self._others, note)
-        parts = [self._view(rank, 0, numel, dtype) for rank in range(self.size)]
+        parts = [self._view(rank, 0, span.numel, flat.dtype) for rank in range(self.size)]
         if self._rank < 2:  # the first two are read before anything is written
             parts[self._rank] = flat
         reduce_into(flat, parts, kind)
         self._close()
 
-    def _all_reduce_shared_out(self, flat: Tensor, kind: Kind, note: int) -> Steps:
+    def _all_reduce_shared_out(self, span: Span, kind: Kind, note: int) -> Steps:
         """Each rank reduces its share, and hands it to all."""
-        bounds = shares(flat.numel(), self.size)
-        item, dtype, address = flat.itemsize, flat.dtype, flat.data_ptr()
-        width = bounds[1] * item
-        first, last = bounds[self._rank], bounds[self._rank + 1]
+        shared = shares(span, self.size)
+        mine = shared[self._rank]
+        flat = mine.vector()
+        width = shared[0].nbytes
         yield from self._open()
         for rank in self._others:
-            copy(
-                self._mine() + rank * width,
-                address + bounds[rank] * item,
-                (bounds[rank + 1] - bounds[rank]) * item,
-            )
+            copy(self._slot(self._rank) + rank * width, shared[rank].address, shared[rank].nbytes)
         self._post(note)
         yield from self._met(self._others, note)
-        parts = [self._view(rank, self._rank * width, last - first, dtype) for rank in range(self.size)]
-        parts[self._rank] = flat[first:last]
+        parts = [self._view(rank, self._rank * width, mine.numel, flat.dtype) for rank in range(self.size)]
+        parts[self._rank] = flat
         step = self._step
         yield from self._open()  # before the step before is closed: its data are still to be read
-        out = self._view(self._rank, 0, last - first, dtype)
-        reduce_into(out, parts, kind)
+        reduce_into(self._view(self._rank, 0, mine.numel, flat.dtype), parts, kind)
         self._segment.set(self._done, step)
         self._post(note)
-        copy(address + first * item, self._mine(), (last - first) * item)
+        copy(mine.address, self._slot(self._rank), mine.nbytes)
         for rank in self._others:
             yield from self._met([rank], note)
-            copy(
-                address + bounds[rank] * item,
-                self._theirs(rank),
-                (bounds[rank + 1] - bounds[rank]) * item,
-            )
+            copy(shared[rank].address, self._slot(rank), shared[rank].nbytes)
         self._close()
 
-    def reduce_scatter(self, out: Tensor, inputs: Sequence[Tensor], kind: Kind) -> Steps:
-        """`inputs` holds this rank's part for each rank, as long as that rank's `out`."""
-        longest = max(part.numel() for part in inputs)
-        note = _note("reduce_scatter", longest * out.itemsize, kind)
-        flat, sources = vector(out), [vector(part) for part in inputs]
-        item, dtype = flat.itemsize, flat.dtype
-        width = self._share_bytes()
+    def reduce_scatter(self, out: Span, inputs: Sequence[Span], kind: Kind) -> Steps:
+        """`inputs` holds this rank's part for each rank, as long as that rank's `out`; its own may be `out`."""
+        longest = max(part.numel for part in inputs)
+        item, dtype = out.tensor.itemsize, out.tensor.dtype
+        note = _note("reduce_scatter", longest * item, kind)
+        own, flat, width = inputs[self._rank].vector(), out.vector(), self.share_bytes
         # The third rank's own part is read after `out` is written: where they are one, its slot keeps it.
-        keeps = self._rank >= 2 and sources[self._rank].data_ptr() == flat.data_ptr()
+        keeps = self._rank >= 2 and inputs[self._rank].address == out.address
         for start, stop in rounds(longest, width // item):
             yield from self._open()
+            slot = self._slot(self._rank)
             for rank in range(self.size) if keeps else self._others:
-                size = _part(start, stop, sources[rank].numel()) * item
-                copy(self._mine() + rank * width, sources[rank].data_ptr() + start * item, size)
+                source = inputs[rank]
+                size = within(start, stop, source.numel) * item
+                copy(slot + rank * width, source.address + start * item, size)
             self._post(note)
             yield from self._met(self._others, note)
-            if numel := _part(start, stop, flat.numel()):
+            if numel := within(start, stop, out.numel):
                 parts = [self._view(r, self._rank * width, numel, dtype) for r in range(self.size)]
                 if not keeps:
-                    parts[self._rank] = sources[self._rank][start : start + numel]
+                    parts[self._rank] = own[start : start + numel]
                 reduce_into(flat[start : start + numel], parts, kind)
             self._close()
 
-    def all_gather(self, outputs: Sequence[Tensor], source: Tensor) -> Steps:
+    def all_gather(self, outputs: Sequence[Span], source: Span) -> Steps:
         """`outputs` has a place for each rank's `source`; these may differ in length."""
-        sizes = [out.nbytes for out in outputs]
-        note = _note("all_gather", max(sizes))
-        address, places = source.data_ptr(), [out.data_ptr() for out in outputs]
-        if (mine := places[self._rank]) != address:
-            copy(mine, address, source.nbytes)
-        for start, stop in rounds(max(sizes), self._segment.slot_bytes):
+        longest = max(out.nbytes for out in outputs)
+        note = _note("all_gather", longest)
+        mine = outputs[self._rank]
+        for start, stop in rounds(longest, self._segment.slot_bytes):
             yield from self._open()
-            copy(self._mine(), address + start, _part(start, stop, source.nbytes))
+            size = within(start, stop, source.nbytes)
+            copy(self._slot(self._rank), source.address + start, size)
             self._post(note)
+            if mine.address != source.address:
+                copy(mine.address + start, source.address + start, size)
             for rank in self._others:
                 yield from self._met([rank], note)
-                copy(places[rank] + start, self._theirs(rank), _part(start, stop, sizes[rank]))
+                out = outputs[rank]
+                copy(out.address + start, self._slot(rank), within(start, stop, out.nbytes))
             self._close()
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, even: bool) -> Steps:
+    def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], *, even: bool) -> Steps:
         """`inputs[r]` goes to rank r, `outputs[r]` comes from it. `even`: all are equally long, on all ranks."""
-        sizes, wanted = [part.nbytes for part in inputs], [part.nbytes for part in outputs]
-        longest = sizes[0]
+        longest = inputs[0].nbytes
         if not even:
             table: list[list[int]] = []
-            yield from self._tell(_note("all_to_all", 0), sizes, table)
+            yield from self._tell(_note("all_to_all", 0), [part.nbytes for part in inputs], table)
             for rank in self._others:
-                if table[rank][self._rank] != wanted[rank]:
+                if (sent := table[rank][self._rank]) != outputs[rank].nbytes:
                     name = self._segment.peers[rank].rank
-                    raise RuntimeError(
-                        f"rank {name} sends {table[rank][self._rank]} bytes, {wanted[rank]} are expected"
-                    )
+                    raise RuntimeError(f"rank {name} sends {sent} bytes, {outputs[rank].nbytes} are expected")
             longest = max(map(max, table))
         note = _note("all_to_all", longest)
-        sources, places = [part.data_ptr() for part in inputs], [part.data_ptr() for part in outputs]
-        copy(places[self._rank], sources[self._rank], sizes[self._rank])
-        width = self._share_bytes()
+        mine, width = inputs[self._rank], self.share_bytes
         for start, stop in rounds(longest, width):
             yield from self._open()
+            slot = self._slot(self._rank)
             for rank in self._others:
-                copy(self._mine() + rank * width, sources[rank] + start, _part(start, stop, sizes[rank]))
+                source = inputs[rank]
+                copy(slot + rank * width, source.address + start, within(start, stop, source.nbytes))
             self._post(note)
+            size = within(start, stop, mine.nbytes)
+            copy(outputs[self._rank].address + start, mine.address + start, size)
             for rank in self._others:
                 yield from self._met([rank], note)
-                copy(
-                    places[rank] + start,
-                    self._theirs(rank) + self._rank * width,
-                    _part(start, stop, wanted[rank]),
-                )
+                size = within(start, stop, outputs[rank].nbytes)
+                copy(outputs[rank].address + start, self._slot(rank) + self._rank * width, size)
             self._close()
 
-    def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        note = _note("broadcast", tensor.nbytes, root=root)
-        address = tensor.data_ptr()
-        for start, stop in rounds(tensor.nbytes, self._segment.slot_bytes):
+    def broadcast(self, span: Span, root: int) -> Steps:
+        note = _note("broadcast", span.nbytes, root=root)
+        for start, stop in rounds(span.nbytes, self._segment.slot_bytes):
             yield from self._open(writes=self._rank == root)
             if self._rank == root:
-                copy(self._mine(), address + start, stop - start)
+                copy(self._slot(root), span.address + start, stop - start)
                 self._post(note)
             else:
                 yield from self._met([root], note)
-                copy(address + start, self._theirs(root), stop - start)
+                copy(span.address + start, self._slot(root), stop - start)
             self._close()
 
-    def reduce(self, tensor: Tensor, root: int, kind: Kind) -> Steps:
-        note = _note("reduce", tensor.nbytes, kind, root)
-        flat = vector(tensor)
-        item, dtype = flat.itemsize, flat.dtype
-        for start, stop in rounds(flat.numel(), self._segment.slot_bytes // item):
+    def reduce(self, span: Span, root: int, kind: Kind) -> Steps:
+        note = _note("reduce", span.nbytes, kind, root)
+        flat = span.vector()
+        item = flat.itemsize
+        for start, stop in rounds(span.numel, self._segment.slot_bytes // item):
             yield from self._open()
-            copy(self._mine(), flat.data_ptr() + start * item, (stop - start) * item)
+            copy(self._slot(self._rank), span.address + start * item, (stop - start) * item)
             self._post(note)
             if self._rank == root:
                 yield from self._met(self._others, note)
-                parts = [self._view(rank, 0, stop - start, dtype) for rank in range(self.size)]
+                parts = [self._view(rank, 0, stop - start, flat.dtype) for rank in range(self.size)]
                 reduce_into(flat[start:stop], parts, kind)
             self._close()
 
-    def gather(self, outputs: Sequence[Tensor], source: Tensor, root: int) -> Steps:
+    def gather(self, outputs: Sequence[Span], source: Span, root: int) -> Steps:
         """`outputs` has a place for each rank's `source` on the root, and is empty elsewhere."""
         note = _note("gather", source.nbytes, root=root)
-        address = source.data_ptr()
         if self._rank == root:
-            copy(outputs[root].data_ptr(), address, source.nbytes)
+            copy(outputs[root].address, source.address, source.nbytes)
         for start, stop in rounds(source.nbytes, self._segment.slot_bytes):
             yield from self._open(writes=self._rank != root)
             if self._rank != root:
-                copy(self._mine(), address + start, stop - start)
+                copy(self._slot(self._rank), source.address + start, stop - start)
                 self._post(note)
             else:
                 for rank in self._others:
                     yield from self._met([rank], note)
-                    copy(outputs[rank].data_ptr() + start, self._theirs(rank), stop - start)
+                    copy(outputs[rank].address + start, self._slot(rank), stop - start)
             self._close()
 
-    def scatter(self, out: Tensor, inputs: Sequence[Tensor], root: int) -> Steps:
+    def scatter(self, out: Span, inputs: Sequence[Span], root: int) -> Steps:
         """`inputs` holds each rank's part on the root, and is empty elsewhere."""
         note = _note("scatter", out.nbytes, root=root)
-        address, width = out.data_ptr(), self._share_bytes()
+        width = self.share_bytes
         if self._rank == root:
-            copy(address, inputs[root].data_ptr(), out.nbytes)
+            copy(out.address, inputs[root].address, out.nbytes)
         for start, stop in rounds(out.nbytes, width):
             yield from self._open(writes=self._rank == root)
             if self._rank == root:
                 for rank in self._others:
-                    copy(self._mine() + rank * width, inputs[rank].data_ptr() + start, stop - start)
+                    copy(self._slot(root) + rank * width, inputs[rank].address + start, stop - start)
                 self._post(note)
             else:
                 yield from self._met([root], note)
-                copy(address + start, self._theirs(root) + self._rank * width, stop - start)
+                copy(out.address + start, self._slot(root) + self._rank * width, stop - start)
             self._close()
 
     def _tell(self, note: int, numbers: list[int], table: list[list[int]]) -> Steps:
@@ -289,31 +280,13 @@ class Exchange:
         """This rank has read all it needs of this step, and of those before."""
         self._segment.set(self._done, self._step)
 
-    def _mine(self) -> int:
-        """The address of this rank's slot."""
-        return self._theirs(self._rank)
-
-    def _theirs(self, rank: int) -> int:
+    def _slot(self, rank: int) -> int:
+        """The address of a rank's slot."""
         return self._segment.address + self._segment.slot(rank, self._step)
 
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A part of a rank's slot."""
         return self._segment.view(self._segment.slot(rank, self._step) + offset, numel, dtype)
-
-    def _share_bytes(self) -> int:
-        """What a slot holds for each rank."""
-        return self._segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
-
-
-def vector(tensor: Tensor) -> Tensor:
-    """The tensor's elements in a row, apart from autograd."""
-    return tensor.data.view(-1)
-
-
-def shares(numel: int, size: int) -> list[int]:
-    """The bounds of `size` shares of so many elements: the first ones full, the last ones short or empty."""
-    width = -(-numel // size)
-    return [min(i * width, numel) for i in range(size + 1)]
 
 
 def rounds(length: int, most: int) -> Iterator[tuple[int, int]]:
@@ -321,7 +294,7 @@ def rounds(length: int, most: int) -> Iterator[tuple[int, int]]:
     return pairwise([*range(0, length, most), length])
 
 
-def _part(start: int, stop: int, length: int) -> int:
+def within(start: int, stop: int, length: int) -> int:
     """How much of start to stop lies within so much."""
     return max(0, min(stop, length) - start)
 

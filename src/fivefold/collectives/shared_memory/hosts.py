@@ -6,7 +6,6 @@ rail, so that every byte leaves a host once and all ranks of it send.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fivefold.collectives.shared_memory.engine import Steps
-from fivefold.collectives.shared_memory.exchange import Exchange, shares, vector
+from fivefold.collectives.shared_memory.exchange import Exchange
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
+from fivefold.collectives.shared_memory.span import Span, even, shares, whole
 
 
 class Hosts:
@@ -42,84 +42,82 @@ class Hosts:
         yield from _over(self._rail.barrier)
         yield from self._local.barrier()
 
-    def all_reduce(self, tensor: Tensor, kind: Kind) -> Steps:
-        flat, plain = vector(tensor), _plain(kind)
-        bounds = shares(flat.numel(), len(self._hosts[0]))
-        parts = [flat[start:stop] for start, stop in pairwise(bounds)]
+    def all_reduce(self, span: Span, kind: Kind) -> Steps:
+        plain = _plain(kind)
+        parts = shares(span, len(self._hosts[0]))
         mine = parts[self._index]
         yield from self._local.reduce_scatter(mine, parts, plain)
-        if mine.numel():
-            yield from _over(self._rail.allreduce, [mine], _options(dist.AllreduceOptions(), plain))
-            self._finish(mine, kind)
+        if mine.numel:
+            total = mine.vector()
+            yield from _over(self._rail.allreduce, [total], _options(dist.AllreduceOptions(), plain))
+            self._finish(total, kind)
         yield from self._local.all_gather(parts, mine)
 
-    def reduce_scatter(self, out: Tensor, inputs: Sequence[Tensor], kind: Kind) -> Steps:
+    def reduce_scatter(self, out: Span, inputs: Sequence[Span], kind: Kind) -> Steps:
         # Gloo's own reduce-scatter costs a whole all-reduce; exchanging the parts and adding them does not.
-        flat, plain = vector(out), _plain(kind)
-        numel = flat.numel()
-        reduced = torch.empty(len(self._hosts) * numel, dtype=out.dtype)
-        for host, ranks in enumerate(self._hosts):
-            place = reduced[host * numel : (host + 1) * numel]
+        flat, plain = out.vector(), _plain(kind)
+        reduced = torch.empty(len(self._hosts) * out.numel, dtype=flat.dtype)
+        for place, ranks in zip(even(reduced, len(self._hosts)), self._hosts, strict=True):
             yield from self._local.reduce_scatter(place, [inputs[rank] for rank in ranks], plain)
         received = torch.empty_like(reduced)
         yield from _over(self._rail.alltoall_base, received, reduced, [], [])
-        reduce_into(flat, list(received.view(len(self._hosts), numel)), plain)
+        reduce_into(flat, list(received.view(len(self._hosts), -1)) if out.numel else [flat], plain)
         self._finish(flat, kind)
 
-    def all_gather(self, outputs: Sequence[Tensor], source: Tensor) -> Steps:
-        flat = vector(source)
-        received = torch.empty(len(self._hosts) * flat.numel(), dtype=source.dtype)
+    def all_gather(self, outputs: Sequence[Span], source: Span) -> Steps:
+        flat = source.vector()
+        received = torch.empty(len(self._hosts) * source.numel, dtype=flat.dtype)
         yield from _over(self._rail._allgather_base, received, flat)
-        for ranks, part in zip(self._hosts, received.view(len(self._hosts), -1), strict=True):
+        for ranks, part in zip(self._hosts, even(received, len(self._hosts)), strict=True):
             yield from self._local.all_gather([outputs[rank] for rank in ranks], part)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, even: bool) -> Steps:
+    def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], *, even: bool) -> Steps:
         here = self._hosts[self._host]
         yield from self._local.all_to_all(
             [outputs[rank] for rank in here], [inputs[rank] for rank in here], even=even
         )
         away = [rank for rank in range(self.size) if rank not in here]
-        sent = torch.cat([vector(inputs[rank]) for rank in away])
+        sent = torch.cat([inputs[rank].vector() for rank in away])
         counts = [
-            [0 if rank in here else parts[rank].numel() for rank in range(self.size)]
+            [0 if rank in here else parts[rank].numel for rank in range(self.size)]
             for parts in (outputs, inputs)
         ]
         received = torch.empty(sum(counts[0]), dtype=sent.dtype)
         yield from _over(self._whole.alltoall_base, received, sent, *counts)
         for rank, part in zip(away, torch.split(received, [counts[0][rank] for rank in away]), strict=True):
-            vector(outputs[rank]).copy_(part)
+            outputs[rank].vector().copy_(part)
 
-    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+    def broadcast(self, span: Span, root: int) -> Steps:
         host, index = self._place(root)
         if self._index == index:
             options = dist.BroadcastOptions()
             options.rootRank = host
-            yield from _over(self._rail.broadcast, [tensor.data], options)
-        yield from self._local.broadcast(tensor, index)
+            yield from _over(self._rail.broadcast, [span.vector()], options)
+        yield from self._local.broadcast(span, index)
 
-    def reduce(self, tensor: Tensor, root: int, kind: Kind) -> Steps:
+    def reduce(self, span: Span, root: int, kind: Kind) -> Steps:
         host, index = self._place(root)
         plain = _plain(kind)
-        total = tensor if self._rank == root else tensor.data.clone()
-        yield from self._local.reduce(total, index, plain)
+        total = span.vector() if self._rank == root else span.vector().clone()
+        yield from self._local.reduce(whole(total), index, plain)
         if self._index == index:
             options = _options(dist.ReduceOptions(), plain)
             options.rootRank = host
-            yield from _over(self._rail.reduce, [total.data], options)
+            yield from _over(self._rail.reduce, [total], options)
         if self._rank == root:
-            self._finish(vector(total), kind)
+            self._finish(total, kind)
 
-    def gather(self, outputs: Sequence[Tensor], source: Tensor, root: int) -> Steps:
+    def gather(self, outputs: Sequence[Span], source: Span, root: int) -> Steps:
         options = dist.GatherOptions()
         options.rootRank = root
-        places = [[out.data for out in outputs]] if outputs else []
-        yield from _over(self._whole.gather, places, [source.data], options)
+        places = [[out.vector() for out in outputs]] if outputs else []
+        yield from _over(self._whole.gather, places, [source.vector()], options)
 
-    def scatter(self, out: Tensor, inputs: Sequence[Tensor], root: int) -> Steps:
+    def scatter(self, out: Span, inputs: Sequence[Span], root: int) -> Steps:
         options = dist.ScatterOptions()
         options.rootRank = root
-        sources = [[part.data for part in inputs]] if inputs else []
-        yield from _over(self._whole.scatter, [out.data], sources, options)
+        sources = [[part.vector() for part in inputs]] if inputs else []
+        yield from _over(self._whole.scatter, [out.vector()], sources, options)
 
     def _place(self, rank: int) -> tuple[int, int]:
         """A rank's host, and its index there."""

@@ -23,6 +23,7 @@ class Kind(IntEnum):
     BXOR = 7
 
 
+_KINDS = tuple(Kind)
 _COMBINE: dict[Kind, Callable[..., Tensor]] = {
     Kind.SUM: torch.add,
     Kind.AVG: torch.add,
@@ -42,11 +43,10 @@ def kind_of(options: Any) -> Kind:
         RuntimeError: one that is not defined between processes of a CPU.
     """
     operation = getattr(options, "reduceOp", options)
-    name = getattr(operation, "op", operation).name
-    kind = Kind.__members__.get(name)
-    if kind is None:
-        raise RuntimeError(f"reduction {name} is not supported on CPUs")
-    return kind
+    number = int(getattr(operation, "op", operation))
+    if number >= len(_KINDS):
+        raise RuntimeError(f"reduction {operation.op.name} is not supported on CPUs")
+    return _KINDS[number]
 
 
 def reduce_into(out: Tensor, parts: list[Tensor], kind: Kind) -> None:
@@ -56,6 +56,9 @@ def reduce_into(out: Tensor, parts: list[Tensor], kind: Kind) -> None:
     towards zero.
     """
     combine = _COMBINE[kind]
+    if kind == Kind.SUM and len(parts) == 2 and (out is parts[0] or out is parts[1]):
+        out.add_(parts[1] if out is parts[0] else parts[0])  # the fast way: no output to be looked at
+        return
     if len(parts) == 1:
         if out is not parts[0]:
             out.copy_(parts[0])

@@ -1,7 +1,6 @@
 """Shared memory under gloo's interface: what a process group calls."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +13,13 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Work
 
 from fivefold.collectives.shared_memory.engine import Engine, Lack, Lane, Operation, Steps
-from fivefold.collectives.shared_memory.exchange import Exchange, vector
+from fivefold.collectives.shared_memory.exchange import Exchange
 from fivefold.collectives.shared_memory.hosts import Hosts
 from fivefold.collectives.shared_memory.mailbox import Inbox, Outbox, receive
 from fivefold.collectives.shared_memory.peers import Directory, Peer, this_host
 from fivefold.collectives.shared_memory.reduction import kind_of
 from fivefold.collectives.shared_memory.segment import Segment
+from fivefold.collectives.shared_memory.span import Span, apart, even, uneven, whole
 
 SLOT_BYTES = 1 << 20
 RING_BYTES = 1 << 22
@@ -118,40 +118,40 @@ class SharedGroup:
         return self.allreduce_coalesced(_listed(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Operation:
-        landing = _Landing()
-        dense = [landing.inout(tensor) for tensor in tensors]
-        kind = kind_of(opts)
-        if len(dense) == 1:
-            return self._start(self._collectives.all_reduce(dense[0], kind), tensors, opts, landing)
+        landing, kind = _Landing(), kind_of(opts)
+        spans = [whole(landing.inout(tensor)) for tensor in tensors]
+        if len(spans) == 1:
+            return self._start(self._collectives.all_reduce(spans[0], kind), tensors, opts, landing)
 
         def steps() -> Steps:
-            for tensor in dense:
-                yield from self._collectives.all_reduce(tensor, kind)
+            for span in spans:
+                yield from self._collectives.all_reduce(span, kind)
 
         return self._start(steps(), tensors, opts, landing)
 
     def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Operation:
         landing, tensors = _Landing(), _listed(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
-        steps = self._collectives.broadcast(landing.inout(tensors[0]), root)
+        steps = self._collectives.broadcast(whole(landing.inout(tensors[0])), root)
         return self._start(steps, tensors, opts, landing)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
         landing = _Landing()
-        steps = self._collectives.reduce(landing.inout(tensors[0]), opts.rootRank, kind_of(opts))
+        span = whole(landing.inout(tensors[0]))
+        steps = self._collectives.reduce(span, opts.rootRank, kind_of(opts))
         return self._start(steps, tensors, opts, landing)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
         landing = _Landing()
-        places = [landing.out(tensor) for tensor in outputs[0]]
-        steps = self._collectives.all_gather(places, dense(inputs[0]))
+        places = [whole(landing.out(tensor)) for tensor in outputs[0]]
+        steps = self._collectives.all_gather(places, whole(dense(inputs[0])))
         return self._start(steps, outputs[0], opts, landing)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
         landing = _Landing()
-        sources = [dense(tensor) for tensor in inputs]
+        sources = [whole(dense(tensor)) for tensor in inputs]
         # outputs[rank][i] is rank's inputs[i]
-        places = [[landing.out(row[i]) for row in outputs] for i in range(len(inputs))]
+        places = [[whole(landing.out(row[i])) for row in outputs] for i in range(len(inputs))]
 
         def steps() -> Steps:
             for place, source in zip(places, sources, strict=True):
@@ -161,30 +161,36 @@ class SharedGroup:
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Operation:
         landing = _Landing()
-        places = self._split(landing.out(output))
-        return self._start(self._collectives.all_gather(places, dense(source)), [output], opts, landing)
+        places = even(landing.out(output), self._collectives.size)
+        steps = self._collectives.all_gather(places, whole(dense(source)))
+        return self._start(steps, [output], opts, landing)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
         landing = _Landing()
         place = landing.out(outputs[0])
-        sources = [
-            _apart(dense(tensor), place, allowed=i == self._rank) for i, tensor in enumerate(inputs[0])
-        ]
-        steps = self._collectives.reduce_scatter(place, sources, kind_of(opts))
-        return self._start(steps, outputs, opts, landing)
+        sources = [whole(dense(tensor)) for tensor in inputs[0]]
+        return self._reduce_scatter(place, sources, outputs, opts, landing)
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
         landing = _Landing()
-        place = landing.out(output)
-        sources = self._split(dense(source))
-        sources = [_apart(part, place, allowed=rank == self._rank) for rank, part in enumerate(sources)]
-        steps = self._collectives.reduce_scatter(place, sources, kind_of(opts))
-        return self._start(steps, [output], opts, landing)
+        sources = even(dense(source), self._collectives.size)
+        return self._reduce_scatter(landing.out(output), sources, [output], opts, landing)
+
+    def _reduce_scatter(
+        self, place: Tensor, sources: list[Span], outputs: list[Tensor], opts: Any, landing: "_Landing"
+    ) -> Operation:
+        start, stop = place.data_ptr(), place.data_ptr() + place.nbytes
+        for rank, source in enumerate(sources):
+            overlaps = source.address < stop and start < source.address + source.nbytes
+            if overlaps and (source.address != start or rank != self._rank):
+                sources[rank] = whole(source.vector().clone())  # else written to before it is sent
+        steps = self._collectives.reduce_scatter(whole(place), sources, kind_of(opts))
+        return self._start(steps, outputs, opts, landing)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
         landing = _Landing()
-        places = [landing.out(tensor) for tensor in outputs]
-        sources = [dense(tensor) for tensor in inputs]
+        places = [whole(landing.out(tensor)) for tensor in outputs]
+        sources = [whole(dense(tensor)) for tensor in inputs]
         steps = self._collectives.all_to_all(places, sources, even=False)
         return self._start(steps, outputs, opts, landing)
 
@@ -197,25 +203,26 @@ class SharedGroup:
         opts: Any = None,
     ) -> Operation:
         """The splits are in rows of the tensors; empty ones are even."""
-        landing = _Landing()
+        landing, size = _Landing(), self._collectives.size
         place = landing.out(output)
-        source = _apart(dense(source), place, allowed=False)
-        even = not output_splits and not input_splits
+        source = apart(dense(source), place)
         steps = self._collectives.all_to_all(
-            self._split(place, output_splits), self._split(source, input_splits), even=even
+            uneven(place, output_splits) if output_splits else even(place, size),
+            uneven(source, input_splits) if input_splits else even(source, size),
+            even=not output_splits and not input_splits,
         )
         return self._start(steps, [output], opts, landing)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
         landing = _Landing()
-        places = [landing.out(tensor) for tensor in outputs[0]] if self._rank == opts.rootRank else []
-        steps = self._collectives.gather(places, dense(inputs[0]), opts.rootRank)
+        places = [whole(landing.out(tensor)) for tensor in outputs[0]] if self._rank == opts.rootRank else []
+        steps = self._collectives.gather(places, whole(dense(inputs[0])), opts.rootRank)
         return self._start(steps, outputs[0] if places else [], opts, landing)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
         landing = _Landing()
-        sources = [dense(tensor) for tensor in inputs[0]] if self._rank == opts.rootRank else []
-        steps = self._collectives.scatter(landing.out(outputs[0]), sources, opts.rootRank)
+        sources = [whole(dense(tensor)) for tensor in inputs[0]] if self._rank == opts.rootRank else []
+        steps = self._collectives.scatter(whole(landing.out(outputs[0])), sources, opts.rootRank)
         return self._start(steps, outputs, opts, landing)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
@@ -263,15 +270,6 @@ class SharedGroup:
         if not tensors[0].is_contiguous():
             raise RuntimeError("a message is received into a contiguous tensor only")
         return receive(self._engine, [self._in[rank] for rank in senders], tensors[0], tag)
-
-    def _split(self, tensor: Tensor, rows: Sequence[int] = ()) -> list[Tensor]:
-        """A tensor's part of each rank: along its first dimension, or even ones."""
-        if rows:
-            return list(torch.split(tensor.data, list(rows)))
-        flat, size = vector(tensor), self._collectives.size
-        if flat.numel() % size:
-            raise RuntimeError(f"{flat.numel()} elements do not divide among {size} ranks")
-        return list(torch.split(flat, flat.numel() // size)) if flat.numel() else [flat] * size
 
     def _check(self, lack: Lack | None, seconds: float) -> None:
         """Raises RuntimeError if what an operation lacks will not come, or has not come in time."""
@@ -327,14 +325,6 @@ class _Landing:
 def dense(tensor: Tensor) -> Tensor:
     """The tensor, contiguous, to be read."""
     return tensor if tensor.is_contiguous() else tensor.data.contiguous()
-
-
-def _apart(source: Tensor, place: Tensor, *, allowed: bool) -> Tensor:
-    """The source, copied if writing to `place` would change it; that they are one may be `allowed`."""
-    first, start = source.data_ptr(), place.data_ptr()
-    if start >= first + source.nbytes or first >= start + place.nbytes or (allowed and first == start):
-        return source
-    return source.data.clone()
 
 
 def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
