@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.record import Recorder
@@ -25,7 +24,8 @@ from fivefold.nn.decoder import Decoder
 from fivefold.observe.clock import StepClock
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.data import master_dtype
-from fivefold.parallel.mesh import device_mesh
+from fivefold.parallel.mesh import Groups, groups
+from fivefold.proof.gather import wholes
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer import machine
@@ -48,36 +48,48 @@ MODEL = Model(layers=2, hidden=24, heads=4, kv_heads=2, ffn=40, vocab=50, init_s
 
 
 def toy_config(
-    *, global_batch: int = 12, micro_batch: int = 1, dtype: str = "float64", steps: int = 5, **parallel: Any
+    *,
+    global_batch: int = 12,
+    micro_batch: int = 1,
+    sequence: int = SEQUENCE,
+    dtype: str = "float64",
+    steps: int = 5,
+    **parallel: Any,
 ) -> Config:
     return Config(
         model=MODEL,
         parallel=Parallel(**parallel),
-        batch=Batch(global_batch=global_batch, micro_batch=micro_batch, sequence_length=SEQUENCE),
+        batch=Batch(global_batch=global_batch, micro_batch=micro_batch, sequence_length=sequence),
         precision=Precision(dtype=dtype),  # type: ignore[arg-type]
         optimizer=Optimizer(lr=3e-3, clip=0.5),
-        schedule=Schedule(warmup_tokens=2 * global_batch * SEQUENCE),
+        schedule=Schedule(warmup_tokens=2 * global_batch * sequence),
         run=Run(steps=steps, seed=7),
     )
 
 
 def global_batch(config: Config, step: int) -> Rows:
     """The whole batch of a step: rows packed from documents, and labels masked very unevenly (some rows have none)."""
-    rows, vocab = config.batch.global_batch, config.model.vocab
+    rows, vocab, length = config.batch.global_batch, config.model.vocab, config.batch.sequence_length
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(vocab, (rows, SEQUENCE), generator=generator)
-    labels = torch.randint(vocab, (rows, SEQUENCE), generator=generator)
-    kept = torch.randint(SEQUENCE + 1, (rows,), generator=generator)
-    kept[step % rows], kept[(step + 1) % rows] = 0, SEQUENCE
-    labels[torch.arange(SEQUENCE) >= kept.unsqueeze(1)] = -100
-    boundary = torch.randint(1, SEQUENCE, (rows, 1), generator=generator)
-    documents = (torch.arange(SEQUENCE) >= boundary).int() * (torch.arange(rows) % 3 > 0).int().unsqueeze(1)
+    tokens = torch.randint(vocab, (rows, length), generator=generator)
+    labels = torch.randint(vocab, (rows, length), generator=generator)
+    kept = torch.randint(length + 1, (rows,), generator=generator)
+    kept[step % rows], kept[(step + 1) % rows] = 0, length
+    labels[torch.arange(length) >= kept.unsqueeze(1)] = -100
+    boundary = torch.randint(1, length, (rows, 1), generator=generator)
+    documents = (torch.arange(length) >= boundary).int() * (torch.arange(rows) % 3 > 0).int().unsqueeze(1)
     return Rows(tokens, labels, documents)
 
 
 def full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    return tensor.detach().clone()
+
+
+def gradients(model: ParallelModel) -> dict[str, Tensor]:
+    """Whole gradients, on every rank."""
+    return wholes(
+        {p.spec.name: p.piece(p.value.grad) for p in model.parameters if p.value.grad is not None}
+    ).tensors
 
 
 def start_group(wrapped: bool = True) -> Recorder:
@@ -94,7 +106,9 @@ def start_group(wrapped: bool = True) -> Recorder:
 
 
 def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
-    model = parallelize(resolved, device_mesh(resolved.mesh, CPU), CPU)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    on_axes = groups(resolved, rank)
+    model = parallelize(resolved, on_axes, rank, CPU)
     optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
     clip, scale = resolved.config.optimizer.clip, LossScale.of(resolved.config.precision)
     return Stepper(model, optimizer, Agreement(CPU), recorder, StepClock(), scale, clip)
@@ -111,31 +125,31 @@ def permuted(batch: Rows, seed: int) -> Rows:
 def train_on_ranks(
     rank: int, world_size: int, config: Config, permutation: int = 0, wrapped: bool = True
 ) -> dict[str, Any]:
-    """Trains in the layout of `config`; whole tensors from every rank, gathered by torch's DTensor."""
+    """Trains in the layout of `config`; whole tensors from every rank."""
     recorder = start_group(wrapped)
     resolved = resolve_config(config, world_size)
     stepper = stepper_on(resolved, recorder)
     found: dict[str, Any] = {"loss": [], "grad_norm": [], "rows": []}
-    found["initial"] = {p.spec.name: full(p.held) for p in stepper.model.parameters}
+    found["initial"] = wholes({p.spec.name: p.piece(p.value) for p in stepper.model.parameters}).tensors
 
     def keep_gradients(model: ParallelModel) -> None:
         if "gradients" not in found:
             with recorder.paused():
-                found["gradients"] = {p.spec.name: full(p.held.grad) for p in model.parameters}  # type: ignore[arg-type]
+                found["gradients"] = gradients(model)
 
     for step in range(config.run.steps):
         recorder.clear()
         rows = permuted(global_batch(config, step), permutation)
-        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU)
+        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU, resolved.spans(rank))
         lr = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         with nullcontext() if wrapped else DispatchRecorder(recorder):
             result = stepper.step(share, lr, FLAGS, keep_gradients)
         found["loss"].append(result.loss)
         found["grad_norm"].append(result.grad_norm)
         found["rows"].append(recorder.rows())
-    found["state"] = {
-        name: full(tensor) for name, tensor in tensors(stepper.model, stepper.optimizer).items()
-    }
+    state = wholes(tensors(stepper.model, stepper.optimizer))
+    assert not state.disagreeing, f"replicas differ: {state.disagreeing}"
+    found["state"] = state.tensors
     return found
 
 
@@ -145,7 +159,7 @@ def reference(config: Config) -> dict[str, Any]:
     resolved = resolve_config(config)
     master = master_dtype(config.precision)
     decoder = Decoder(config.model).to(master)
-    source = parallelize(resolved, None, CPU)
+    source = parallelize(resolved, Groups(), 0, CPU)
     decoder.load_state_dict(source.module.state_dict())
     roles = {spec.name: spec.role for spec in parameters(config.model)}
     named = dict(decoder.named_parameters())

@@ -38,8 +38,11 @@ def replica_degrees(job: Job) -> tuple[int, int]:
 def states(job: Job, share: Share) -> States:
     """Bytes of parameters, gradients and optimizer state, each part split as zero says."""
     stack = job.stack
-    optimizer = stack.moments + (stack.master if stack.compute_copy else 0)
-    copy = stack.compute_copy or stack.master
+    compute_copy = stack.compute_copy
+    if stack.shard_apart and job.zero in (1, 2) and shard_degrees(job)[0] > 1:
+        compute_copy = stack.gather
+    optimizer = stack.moments + (stack.master if compute_copy else 0)
+    copy = compute_copy or stack.master
     if stack.gradient < 4 <= stack.master:
         optimizer += 4  # the step's float32 copy of the gradient
     gathered = 0.0
@@ -67,6 +70,7 @@ class Groups(NamedTuple):
     layers: Share
     pieces: int  # groups
     layer_pieces: int
+    expert_pieces: int  # layers with experts, which are groups of their own
 
 
 def rows(job: Job, groups: Groups) -> list[Row]:
@@ -85,7 +89,7 @@ def rows(job: Job, groups: Groups) -> list[Row]:
 
 
 def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, expert: bool) -> list[Row]:
-    stack, count = job.stack, groups.layer_pieces if expert else groups.pieces
+    stack, count = job.stack, groups.expert_pieces if expert else groups.pieces
     what = ("expert parameters" if expert else "parameters") + " of the rank · bytes on the wire"
     stride = job.ep * job.expert_width_split if expert else job.tp
 
@@ -100,7 +104,7 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
     if job.zero == 0:
         ranks = shards * job.dp_replicate
         if ranks > 1:
-            axis = "dp_replicate" if job.cp == 1 else "world"
+            axis = "dp_replicate" if job.cp == 1 else "dp_shard_cp"
             found.append(make(axis, "all_reduce", "gradient", count, whole * stack.reduce, ranks, stride))
         return found
     axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"
@@ -111,7 +115,7 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
         if job.zero == 3 and job.pp == 1:
             gathered = (m * whole * stack.gather, m * layers * stack.gather)
             found.append(make(axis, "all_gather", "forward", m * count, gathered[0], shards, stride))
-            again = m * groups.layer_pieces
+            again = m * (groups.expert_pieces if expert else groups.layer_pieces)
             found.append(make(axis, "all_gather", "backward", again, gathered[1], shards, stride))
         else:
             phase = "forward" if job.zero == 3 else "optimizer"

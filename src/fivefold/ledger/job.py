@@ -23,6 +23,8 @@ class Stack:
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
+        shard_apart: zero 1 and 2 gather parameters into a copy besides the shard that is updated, in the type
+            they are gathered in (parallel/bucket.py).
         master: bytes of a parameter the optimizer updates.
         gather: bytes of a parameter on the wire, where parameters are gathered.
         gradient: bytes of an accumulated gradient.
@@ -41,11 +43,17 @@ class Stack:
             one float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
         chunked_loss: logits exist a few million at a time, their gradients made in the forward
             (nn/loss.py): kept are the gradients of the head's input and weight.
+        returns_logits: the pipeline's last stage keeps the logits of all micro-batches and joins them at the
+            end of the step (torch's schedules unless asked for losses only).
         keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op
             mode: 2).
         early_stop: full recompute of a layer ends before its last product, whose output nothing needs (torch's
             non-reentrant checkpoint).
         keep_gathered: sequence parallel keeps the gathered inputs of its matmuls, not their shards.
+        reruns_traffic: what recomputation receives again is in the rows, not only in its seconds.
+        sums_in_part: gradients that tensor-parallel ranks compute in part (norms, routers, replicated KV heads) are
+            summed in the rows.
+        ring_gradient: bytes of a gradient of keys and values on the ring; 0 = as an activation.
         dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
             same kernel (DeepEP, HybridEP); otherwise once per expert.
         bucket_bytes: flat buffers that gradients and parameters pass through on the wire (DeepSpeed: two of 5e8
@@ -59,6 +67,7 @@ class Stack:
     compiled: bool = False
     dropout: bool = False
     compute_copy: int = 2
+    shard_apart: bool = False
     master: int = 4
     gather: int = 2
     gradient: int = 4
@@ -73,9 +82,13 @@ class Stack:
     fused_loss: bool = False
     loss_bytes: float = 14.0
     chunked_loss: bool = False
+    returns_logits: bool = False
     keep_every: int = 1
     early_stop: bool = False
     keep_gathered: bool = False
+    reruns_traffic: bool = False
+    sums_in_part: bool = False
+    ring_gradient: int = 0
     dispatch_once: bool = False
     bucket_bytes: float = 0.0
     graphs: bool = False

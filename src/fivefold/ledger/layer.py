@@ -37,18 +37,20 @@ def layer_work(job: Job, is_expert: bool) -> Work:
     stream = _stream(job, work.streamed)
     forward = matmuls + core_forward + stream
     backward = matmuls + core_backward + 1.5 * stream
-    rows = [*tensor.layer_rows(job, is_expert), *context.layer_rows(job, work.core)]
+    rows = [*tensor.layer_rows(job, is_expert), *context.layer_rows(job, work.core, is_expert)]
     rows += expert.layer_rows(job) if is_expert else []
     rows = [_hide(job, item, matmuls, core_forward) for item in rows]
     again = {
         "none": 0.0,
         "attention": core_forward,
-        "elementwise": stream + (matmuls / 2 if job.stack.keep_every > 1 else 0.0),
+        "elementwise": stream
+        + (matmuls / 2 if job.stack.keep_every > 1 else 0.0)
+        + (core_forward if job.stack.attention == "blocked" else 0.0),
         "full": forward,
     }[job.recompute]
     if job.recompute == "full" and job.stack.early_stop:
         again -= _matmul(job, work.matmuls[-1])
-    if job.recompute == "full":
+    if job.recompute == "full" and not job.stack.reruns_traffic:
         again += sum(r.exposed_seconds for r in rows if r.phase == "forward")
     split = job.schedule in SPLITS_BACKWARD and job.pp > 1
     return _host_bound(

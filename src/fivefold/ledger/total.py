@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.config.tree import Model
-from fivefold.ledger import activations, data, flops, pipeline
+from fivefold.ledger import activations, data, flops, pipeline, tensor
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.roofline import stream_seconds
@@ -119,7 +119,9 @@ def memory(job: Job, cost: Costs, held: float, rank: int, share: Share, buffers:
     """One rank's memory: states, `held` bytes of activations in flight, what recomputation brings back."""
     states = data.states(job, share)
     last = rank == (0 if job.schedule in ("zbv", "dualpipev") else job.pp - 1)
-    active = held + cost.live + (activations.loss_chunk(job) if last else 0.0)
+    active = held + cost.live
+    if last:
+        active += activations.loss_chunk(job) + activations.outputs(job)
     allocated = sum(states) + active + buffers
     physics = job.physics
     overhead = physics.context_bytes + physics.fragmentation * (active + buffers)
@@ -129,21 +131,29 @@ def memory(job: Job, cost: Costs, held: float, rank: int, share: Share, buffers:
 
 
 def transient(job: Job) -> float:
-    """Messages of the pipeline, ring attention's spare keys and values, parameters gathered by zero 3 (two
-    units) and the gradients about to be scattered."""
+    """A layer's tensors in the middle of its backward, messages of the pipeline, ring attention's spare keys and
+    values, parameters gathered by zero 3 (two units) and the gradients about to be scattered."""
     part = parts(job.model, job.tp, job.ep, job.expert_width_split)
-    found = job.stack.bucket_bytes + (4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0)
+    found = activations.backward_buffers(job)
+    found += job.stack.bucket_bytes + (4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0)
     if job.cp > 1:
         keys = job.model.kv_heads / min(job.tp, job.model.kv_heads) * job.model.head_dim
         found += 2 * 2 * job.tokens * keys * job.itemsize
     unit = max(part.dense_layer.total, part.expert_layer.total)
     edge = max(part.embedding.total, part.head.total)
-    if job.zero == 3 and job.pp == 1:
+    if job.zero >= 2 and job.pp == 1 and job.stack.shard_apart:
+        found += (edge + 2 * unit) * job.stack.reduce
+        found += (edge + 2 * unit) * job.stack.gather if job.zero == 3 else 0.0
+    elif job.zero == 3 and job.pp == 1:
         found += (2 * unit + edge) * job.stack.gather + max(unit, edge) * job.stack.reduce
     elif job.stack.compute_copy == 0 and job.itemsize < job.stack.master:
         found += (2 * unit + edge) * job.itemsize  # parameters cast unit by unit
     elif job.zero == 2 and job.pp == 1:
         found += max(unit, edge) * job.stack.gradient
+    if job.stack.gradient > job.stack.master and job.data_parallel > 1:
+        found += (
+            edge * job.stack.reduce
+        )  # sums apart from gradients are flattened, a whole parameter at least
     return found
 
 
@@ -162,9 +172,11 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
     layers, count = pipeline.own_layers(job, built, rank)
     rest = share.total > layers.total
-    groups = data.Groups(share, layers, max(1, count + rest), max(1, count))
+    experts = sum(stage.content.expert_layers for stage in own)
+    groups = data.Groups(share, layers, max(1, count + rest), max(1, count), max(1, experts))
     found = data.exposed(job, data.rows(job, groups), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
+    found += tensor.gradient_rows(job, [stage.content for stage in own])
     found += data.agreements(job)
     return Tail(sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found))
 
@@ -187,8 +199,7 @@ def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -
 def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
     """The step of the rank that is through last: its pipeline, traffic that nothing hides, its update."""
     end, rank, ending = slowest(job, built, line, shares)
-    inner = _layer_rows(job, built, rank)
-    inner += [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
+    inner = _inner_rows(job, built, rank)
     exposed = sum(item.exposed_seconds for item in inner)
     time = Time(
         step=end + job.physics.step,
@@ -199,6 +210,19 @@ def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> 
         other=job.physics.step,
     )
     return time, (*inner, *ending.rows)
+
+
+def traffic_of(job: Job, rank: int) -> tuple[Row, ...]:
+    """One step's traffic of a pipeline rank."""
+    built = pipeline.stages(job, pipeline.costs(job))
+    share = pipeline.shares(job, built)[rank]
+    return (*_inner_rows(job, built, rank), *tail(job, built, rank, share).rows)
+
+
+def _inner_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
+    """What passes while micro-batches are under way."""
+    found = _layer_rows(job, built, rank)
+    return found + [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
 
 
 def _layer_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

@@ -1,7 +1,8 @@
 """Causal attention inside documents, with grouped key/value heads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from fivefold.config.tree import Model
 from fivefold.nn.blocked_attention import blocked_causal_attention
 from fivefold.nn.recompute import Recompute
+from fivefold.nn.region import Projection
 from fivefold.nn.rotary import Rotary, apply_rotary
 
 KEPT_SEQUENCE = 2048
@@ -40,6 +42,10 @@ class Segments:
         lengths = tuple((ends - first).tolist())
         whole_rows = len(lengths) == documents.shape[0]
         return Segments(lengths, None if whole_rows else documents.to(device or documents.device))
+
+
+Core: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+"""What `causal_attention` is, here or over ranks."""
 
 
 class Packed(NamedTuple):
@@ -107,7 +113,7 @@ class Attention(nn.Module):
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.core = recompute.attention(causal_attention)
+        self.core: Core = recompute.attention(causal_attention)
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = nn.Linear(model.hidden, queries, bias=model.qkv_bias)
         self.key = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
@@ -117,7 +123,7 @@ class Attention(nn.Module):
             self.key_norm: nn.Module = nn.RMSNorm(model.head_dim, eps=model.norm_eps)
         else:
             self.query_norm = self.key_norm = nn.Identity()
-        self.output = nn.Linear(queries, model.hidden, bias=model.output_bias)
+        self.output = Projection(queries, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`; without `rotary` no position enters here."""

@@ -9,6 +9,7 @@ from fivefold.ledger.job import Job, Stack
 from fivefold.spec import schedules
 from fivefold.spec.legal import resolve_config
 from fivefold.spec.mesh import resolve
+from fivefold.spec.sequence import most_tokens
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
 
@@ -17,17 +18,19 @@ KEPT_SEQUENCE = 2048  # longest sequence for which nn/attention.py keeps probabi
 
 
 def stack_of(config: Config, on: Hardware) -> Stack:
-    """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the
-    compute
-    type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
+    """Fivefold's trainer: a master copy in float32 (float64), and a copy of it in the compute type where that is
+    another; flash attention; eager norms and activations; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
     moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     blocked = on.device.is_cpu and item >= 4
-    blocked = blocked and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
+    length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
+    seen = most_tokens(length, cp) if config.parallel.context == "ring" else length
+    blocked = blocked and length * seen <= KEPT_SEQUENCE**2 and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
-        compute_copy=0,
+        compute_copy=item if item != exact else 0,
+        shard_apart=True,
         master=exact,
         gather=item,
         gradient=exact,
@@ -36,6 +39,10 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         chunked_loss=True,
         fused_loss=True,
         early_stop=True,
+        keep_gathered=True,
+        reruns_traffic=True,
+        sums_in_part=True,
+        ring_gradient=exact,
         overlap_gradients=True,
         overlap_parameters=True,
     )

@@ -19,7 +19,7 @@ from fivefold.observe.metrics import StepMetrics
 from fivefold.observe.observer import Observer
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.local import load
-from fivefold.parallel.mesh import device_mesh
+from fivefold.parallel.mesh import groups
 from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
@@ -57,8 +57,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
-        mesh = device_mesh(self.resolved.mesh, session.device)
-        model = parallelize(self.resolved, mesh, session.device)
+        on_axes = groups(self.resolved, session.rank)
+        model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
             LocalOptimizer(config.optimizer, model.parameters),
@@ -104,11 +104,13 @@ class Loop:
         if scale and self._has_loss_scale:  # what other types store or need says nothing about fp16's
             self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
         self.saved_step = self.counters.step
+        self.model.data.updated()
 
     def start_from(self, weights: HubWeights) -> None:
         """Takes published weights instead of initial values; each rank reads its own parts."""
         for parameter in self.model.parameters:
             load(parameter, weights)
+        self.model.data.updated()
 
     def run(self) -> str:
         """Trains until the last step or until a stop is agreed; returns how it ended."""
@@ -135,7 +137,10 @@ class Loop:
         """One optimizer step and its report; returns whether a stop was agreed."""
         plan, clock, counters = self.resolved.batch, self.stepper.clock, self.counters
         with clock.measure("data"):
-            share = training_share(self.samples, plan, counters.samples, self.data_rank, self.session.device)
+            spans = self.resolved.spans(self.session.rank)
+            share = training_share(
+                self.samples, plan, counters.samples, self.data_rank, self.session.device, spans
+            )
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
         stop_asked = self.stop_requested() or self.observer.is_unheard
         flags = (float(stop_asked), float(self.checkpoints.poll()))
@@ -154,14 +159,24 @@ class Loop:
         """This start's first step, with memory by category told afterwards."""
         self.profiled = True
         found: list[MemoryByCategory] = []
-        module, optimizer = self.model.module, self.stepper.optimizer.torch
-        saved = SavedActivations([*module.parameters(), *module.buffers()])
+        model, optimizer = self.model, self.stepper.optimizer
+        saved = SavedActivations(
+            [*model.module.parameters(), *model.data.master_tensors(), *model.module.buffers()]
+        )
         with saved as activations, self.session.profiled():
             result = self.stepper.step(
                 share,
                 learning_rate,
                 flags,
-                lambda _: found.append(memory_by_category([module], [optimizer], activations.peak_bytes)),
+                lambda _: found.append(
+                    memory_by_category(
+                        parameters=model.data.parameter_tensors(),
+                        gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
+                        optimizer=[*model.data.master_tensors(), *optimizer.state_tensors()],
+                        buffers=model.module.buffers(),
+                        activations=activations.peak_bytes,
+                    )
+                ),
             )
         self.observer.memory(found[0])
         return result
@@ -207,7 +222,10 @@ class Loop:
         if not self.samples.validation_count:
             return
         batches = self.samples.validation_batches(plan.global_batch, config.run.eval_batches)
-        shares = (held_out_share(batch, plan, self.data_rank, self.session.device) for batch in batches)
+        spans = self.resolved.spans(self.session.rank)
+        shares = (
+            held_out_share(batch, plan, self.data_rank, self.session.device, spans) for batch in batches
+        )
         with self.session.recorder.paused():
             self.last_evaluation = evaluate(self.model, shares, self.session.agreement)
         self.observer.evaluation(self.counters.step, self.last_evaluation)
@@ -246,8 +264,8 @@ class Loop:
         """Tokens the model continues `prompt` with. Collective: every rank draws the same."""
         config = self.resolved.config
         with self.session.recorder.paused(), torch.no_grad():
-            tokens = generate(
-                self.model.module,
+            return generate(
+                self.model.next_logits,
                 prompt,
                 count,
                 context=config.batch.sequence_length,
@@ -255,5 +273,3 @@ class Loop:
                 top_k=40,
                 seed=config.run.seed,
             )
-            self.model.data.drop_gathered()
-            return tokens
