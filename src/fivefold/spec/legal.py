@@ -227,7 +227,7 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
 
 def check_trainable(resolved: Resolved) -> None:
     """Refuses what can be planned and is not trained yet."""
-    model, parallel = resolved.config.model, resolved.config.parallel
+    model = resolved.config.model
     lacking = {
         f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
