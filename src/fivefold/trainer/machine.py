@@ -12,6 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from fivefold.collectives.shared_memory.transport import SHARED_MEMORY
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Machine
 
@@ -57,7 +58,7 @@ def default_backend(device: torch.device) -> str:
 
 def shares_memory() -> bool:
     """Whether ranks can communicate through memory: shm relies on how x86-64 orders stores, and on Linux."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    return sys.platform == "linux" and platform.machine() == "x86_64" and SHARED_MEMORY.is_dir()
 
 
 def synchronize(device: torch.device) -> None:

@@ -189,6 +189,7 @@ class Engine:
         self.active: list[Lane] = []
         self.settled: list[Operation] = []  # whose futures are to be told
         self._spins, self._yield_seconds = (SPINS, 0.0) if local_ranks <= cores else (0, YIELD_SECONDS)
+        self._groups = 0
         self._drivers = 0
         self._wake = threading.Semaphore(0)
         self._awake = False
@@ -250,13 +251,19 @@ class Engine:
             self._thread.start()
         self._wake.release()
 
-    def close(self) -> None:
-        """Ends the thread."""
-        self._closed = True
-        if self._thread is not None:
+    def join(self) -> None:
+        """One more group."""
+        self._groups += 1
+
+    def leave(self) -> None:
+        """One less; with the last one the thread ends."""
+        self.settle()
+        self._groups -= 1
+        if self._groups == 0 and self._thread is not None:
+            self._closed = True
             self._wake.release()
             self._thread.join()
-            self._thread = None
+            self._thread, self._closed, self._awake = None, False, False
 
     def _serve(self) -> None:
         while True:

@@ -44,6 +44,7 @@ class Exchange:
         self.share_bytes = (
             segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
         )  # of a slot, for each rank
+        self._reserved = [False, False]
         self._step = 0
         self._words = segment.words
         self._posted = segment.posted(self._rank)
@@ -248,8 +249,9 @@ class Exchange:
         """Begins the next step; this rank's slot is free for what it puts out."""
         self._step = step = self._step + 1
         if writes:
-            if step <= 2:
+            if not self._reserved[step & 1]:
                 self._segment.reserve(self._segment.slot(self._rank, step), self._segment.slot_bytes)
+                self._reserved[step & 1] = True
             for rank in self._others:
                 word = self._segment.done(rank)
                 if self._words[word] + 2 < step:

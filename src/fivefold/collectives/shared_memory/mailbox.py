@@ -49,7 +49,8 @@ class Outbox:
 
     def send(self, tensor: Tensor, tag: int) -> Steps:
         ring, segment = self._ring, self._ring.segment
-        segment.reserve(ring.offset, segment.ring_bytes)
+        if not ring.passed:
+            segment.reserve(ring.offset, segment.ring_bytes)
         yield from self._wait_for(LINE_BYTES)
         ring.header().copy_(torch.tensor([tag, tensor.nbytes]))
         ring.passed += LINE_BYTES

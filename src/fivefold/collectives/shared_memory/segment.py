@@ -63,7 +63,6 @@ class Segment:
         self._slots = _round_up(self._pairs + size * size * 2 * LINE_BYTES, PAGE_BYTES)
         self._rings = self._slots + size * 2 * slot_bytes
         self._fd = fd
-        self._reserved: set[tuple[int, int]] = set()
         _truncate(fd, self._rings + size * size * ring_bytes)
         self.reserve(0, self._slots)
         memory = mmap.mmap(fd, self._rings + size * size * ring_bytes)
@@ -148,8 +147,6 @@ class Segment:
         Raises:
             SharedMemoryError: the file system is full.
         """
-        if (offset, size) in self._reserved:
-            return
         try:
             os.posix_fallocate(self._fd, offset, size)
         except OSError as error:
@@ -159,7 +156,6 @@ class Segment:
                 f"of {disk.f_blocks * disk.f_frsize} are free; give it more (docker run --shm-size=8g) or set "
                 'parallel.backend = "gloo"'
             ) from None
-        self._reserved.add((offset, size))
 
     def set(self, word: int, value: int) -> None:
         """Writes a word of this rank's and wakes who sleeps for it."""

@@ -42,10 +42,10 @@ class SharedMemory:
     slot_bytes: int = SLOT_BYTES
     ring_bytes: int = RING_BYTES
     _engine: Engine | None = field(default=None, init=False)
-    _directory: Directory = field(init=False)
+    _known: Directory = field(init=False)
 
     def __post_init__(self) -> None:
-        self._directory = Directory(self.host or this_host(self.directory))
+        self._known = Directory(self.host or this_host(self.directory))
 
     def connect(self, store: Store, rank: int, global_ranks: list[int], timeout: timedelta) -> "SharedGroup":
         """What carries the collectives of a group. Collective over the group; `store` is its own.
@@ -53,7 +53,7 @@ class SharedMemory:
         Raises:
             SharedMemoryError: the memory cannot be had.
         """
-        peers = self._directory.meet(store, rank, global_ranks)
+        peers = self._known.meet(store, rank, global_ranks)
         hosts = _by_host(peers)
         if self._engine is None:
             together = sum(peer.host == peers[rank].host for peer in peers)
@@ -103,6 +103,7 @@ class SharedGroup:
         collectives: Exchange | Hosts,
         whole: Any = None,
     ) -> None:
+        engine.join()
         self._engine = engine
         self._segment = segment
         self._rank = rank
@@ -253,8 +254,12 @@ class SharedGroup:
 
     def close(self) -> None:
         """Leaves the group."""
+        lanes = [self._lane, *(lane for _, lane in self._out.values()), *self._in.values()]
         with self._engine.lock:
             self._segment.close()
+            for lane in lanes:
+                lane.fail(RuntimeError("the group has been destroyed"))
+        self._engine.leave()
         del self._collectives, self._whole  # gloo lets go when it is deleted
 
     def _start(self, steps: Steps, tensors: list[Tensor], opts: Any, landing: "_Landing") -> Operation:
