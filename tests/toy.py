@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fivefold.collectives.dispatch import DispatchRecorder
-from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
 from fivefold.config.tree import Batch, Config, Model, Optimizer, Parallel, Precision, Run, Schedule
 from fivefold.data.rows import Batch as Rows
@@ -29,10 +28,12 @@ from fivefold.parallel.mesh import Groups, groups
 from fivefold.proof.gather import wholes
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
+from fivefold.trainer import machine
 from fivefold.trainer.agree import Agreement
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer
+from fivefold.trainer.session import torch_backend
 from fivefold.trainer.state import tensors
 from fivefold.trainer.step import Stepper
 
@@ -95,10 +96,12 @@ def start_group(wrapped: bool = True) -> Recorder:
     """The default group of a test's rank; the environment is that of `ranks.Ranks(backend=None)`.
 
     Args:
-        wrapped: records; otherwise plain gloo, of which a dispatch mode may record.
+        wrapped: records, over the backend that training uses by default; otherwise plain gloo, of which a
+            dispatch mode may record.
     """
-    recorder = Recorder()
-    dist.init_process_group(register(recorder, timedelta(seconds=60)) if wrapped else "gloo")
+    recorder, timeout = Recorder(), timedelta(seconds=60)
+    backend = machine.default_backend(CPU)
+    dist.init_process_group(torch_backend(backend, CPU, recorder, timeout) if wrapped else "gloo")
     return recorder
 
 

@@ -180,7 +180,10 @@ class Parallel(Section, frozen=True):
     ] = "none"
     backend: Annotated[
         Literal["default", "gloo", "shm", "nccl"],
-        Meta(description="Collective backend; default = gloo on CPUs, nccl on NVIDIA GPUs."),
+        Meta(
+            description="Collective backend; default = nccl on NVIDIA GPUs; on CPUs shm (shared memory within a "
+            "host, gloo between hosts) where Linux runs on x86-64, else gloo."
+        ),
     ] = "default"
     compression: Annotated[
         Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"],

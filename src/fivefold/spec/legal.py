@@ -258,13 +258,12 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
 
 def check_trainable(resolved: Resolved) -> None:
     """Refuses what can be planned and is not trained yet."""
-    model, parallel = resolved.config.model, resolved.config.parallel
+    model = resolved.config.model
     lacking = {
         f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
         "model.dropout": model.dropout > 0,
-        f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
     }
     if used := [name for name, is_used in lacking.items() if is_used]:
         raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")

@@ -13,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from fivefold.collectives.shared_memory.transport import SHARED_MEMORY
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Machine
 
@@ -50,8 +51,15 @@ def device(local_rank: int = 0) -> torch.device:
 
 
 def default_backend(device: torch.device) -> str:
-    """The collective backend for `parallel.backend = "default"`: gloo on CPUs, nccl on NVIDIA GPUs."""
+    """The collective backend for `parallel.backend = "default"`: shm or gloo on CPUs, nccl on NVIDIA GPUs."""
+    if device.type == "cpu" and shares_memory():
+        return "shm"
     return dist.get_default_backend_for_device(device)
+
+
+def shares_memory() -> bool:
+    """Whether ranks can communicate through memory: shm relies on how x86-64 orders stores, and on Linux."""
+    return sys.platform == "linux" and platform.machine() == "x86_64" and SHARED_MEMORY.is_dir()
 
 
 def synchronize(device: torch.device) -> None:
