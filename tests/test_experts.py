@@ -17,6 +17,7 @@ from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.experts import Experts
 from fivefold.nn.grouped import _one_by_one, _together, grouped_linear
+from fivefold.nn.inputs import Inputs
 from fivefold.nn.router import Router, balanced, imbalance
 from fivefold.proof.error import errors
 from ranks import Ranks
@@ -139,7 +140,7 @@ class TestImbalance:
         decoder = made(with_experts(replace(OPTIONS, auxiliary_loss=0.5)), torch.float64)
         tokens = torch.arange(40).view(2, 20)
         segments = Segments((20, 20))
-        plain, weighted = (decoder(tokens, segments, tokens, weight) for weight in (0.0, 3.0))
+        plain, weighted = (decoder(Inputs(tokens, segments, tokens), weight) for weight in (0.0, 3.0))
         assert plain.item() == weighted.item()
         parameters = list(decoder.parameters())
         found: list[Tensor] = []
@@ -166,7 +167,7 @@ def test_recompute_changes_nothing(recompute: Any) -> None:
     again.load_state_dict(plain.state_dict())
     tokens, segments = torch.arange(40).view(2, 20), Segments((20, 20))
     gradients = [
-        torch.autograd.grad(decoder(tokens, segments, tokens, 3.0), list(decoder.parameters()))
+        torch.autograd.grad(decoder(Inputs(tokens, segments, tokens), 3.0), list(decoder.parameters()))
         for decoder in (plain, again)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -185,10 +186,10 @@ class TestBiasBalancing:
         decoder.load_state_dict(made(with_experts(options), torch.float32).state_dict())
         tokens, segments = torch.arange(40).view(2, 20), Segments((20, 20))
         with torch.no_grad():
-            decoder(tokens, segments, tokens)
+            decoder(Inputs(tokens, segments, tokens))
         assert decoder.take_counts() == []
         for _ in range(2):
-            decoder(tokens, segments, tokens).backward()
+            decoder(Inputs(tokens, segments, tokens)).backward()
         counts = torch.tensor(decoder.take_counts(), dtype=torch.float64).view(2, 5)
         assert counts.sum(dim=1).tolist() == [2 * 40 * 2] * 2
         assert decoder.take_counts() == []
@@ -205,7 +206,7 @@ class TestBiasBalancing:
         tokens, segments = torch.arange(40).view(2, 20), Segments((20, 20))
         shares = []
         for _ in range(60):
-            decoder(tokens, segments, tokens)
+            decoder(Inputs(tokens, segments, tokens))
             counts = decoder.take_counts()
             shares.append(max(counts) / 40)
             decoder.balance(counts)

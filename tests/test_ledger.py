@@ -3,10 +3,12 @@
 Tests import torch; the ledger does not.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +19,8 @@ from fivefold.ledger.operations import head, layer
 from fivefold.ledger.total import estimate
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder, DecoderLayer
+from fivefold.nn.dropout import step_key, token_keys
+from fivefold.nn.inputs import Inputs
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import rotary_table
 from fivefold.planner.jobs import job_of
@@ -43,6 +47,10 @@ def whole_rows(batch: int, length: int) -> Segments:
     return Segments.from_documents(torch.zeros(batch, length, dtype=torch.int64))
 
 
+def dropping(length: int) -> Tensor:
+    return token_keys(step_key(0, 0), torch.arange(2), torch.arange(length))
+
+
 def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: torch.dtype) -> int:
     """Bytes of storages one decoder layer keeps, parameters and shared tables apart."""
     block = DecoderLayer(model, 0, Recompute(mode)).to(dtype)
@@ -57,7 +65,8 @@ def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: to
 
     x = torch.randn(batch, length, model.hidden, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out, _ = block(x, tables, whole_rows(batch, length))
+        keys = dropping(length) if model.dropout else None
+        out, _ = block(x, tables, whole_rows(batch, length), keys)
     assert out.requires_grad
     return sum(size for pointer, (size, _) in seen.items() if pointer not in own)
 
@@ -68,6 +77,13 @@ def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: to
 def test_saved_activations_are_autograds(dtype: torch.dtype, mode: str, length: int) -> None:
     predicted = activations.saved(job(MODEL, DTYPES[dtype], 2, length, mode), False)
     assert predicted == kept_by_autograd(MODEL, mode, 2, length, dtype)
+
+
+def test_saved_masks_are_autograds() -> None:
+    expected = job(MODEL, 4, 2, 200, "none")
+    expected = replace(expected, stack=replace(expected.stack, dropout=True))
+    model = structs.replace(MODEL, dropout=0.1)
+    assert activations.saved(expected, False) == kept_by_autograd(model, "none", 2, 200, torch.float32)
 
 
 def in_place(_: object, a: Any, b: Any, *more: Any, **options: Any) -> int:
@@ -87,7 +103,7 @@ def test_flops_are_the_counters(model: Model) -> None:
     documents = whole_rows(2, 128)
     counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with counter:
-        decoder(tokens, documents, tokens).backward()
+        decoder(Inputs(tokens, documents, tokens)).backward()
     ours = job(model, 4, 2, 128)
     assert counter.get_total_flops() == flops.model_flops(ours, "full") == flops.hardware_flops(ours, "full")
     per_token = flops.forward_per_token(model, 128, "full")
@@ -103,7 +119,7 @@ def test_hardware_flops_with_recompute(mode: Any) -> None:
     tokens = torch.randint(MODEL.vocab, (2, 128))
     counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
     with counter:
-        decoder(tokens, whole_rows(2, 128), tokens).backward()
+        decoder(Inputs(tokens, whole_rows(2, 128), tokens)).backward()
     assert counter.get_total_flops() == flops.hardware_flops(job(MODEL, 4, 2, 128, mode), "full")
 
 

@@ -23,6 +23,8 @@ from fivefold.config.tree import Batch, Config, Model, Optimizer, Parallel, Prec
 from fivefold.data.rows import Batch as Rows
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
+from fivefold.nn.dropout import step_key
+from fivefold.nn.inputs import Inputs
 from fivefold.observe.clock import StepClock
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.data import master_dtype
@@ -123,7 +125,9 @@ def train_on_ranks(
     for step in range(config.run.steps):
         recorder.clear()
         rows = permuted(global_batch(config, step), permutation)
-        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU)
+        share = held_out_share(
+            rows, resolved.batch, resolved.mesh.data_rank(rank), CPU, step_key(config.run.seed, step)
+        )
         lr = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         with nullcontext() if wrapped else DispatchRecorder(recorder):
             result = stepper.step(share, lr, FLAGS, keep_gradients)
@@ -160,7 +164,8 @@ def reference(config: Config) -> dict[str, Any]:
     for step in range(config.run.steps):
         batch = global_batch(config, step)
         segments, count = Segments.from_documents(batch.documents), max(batch.loss_tokens, 1)
-        loss = decoder(batch.tokens, segments, batch.labels, count / len(batch.tokens)) / count
+        inputs = Inputs(batch.tokens, segments, batch.labels, dropout_key=step_key(config.run.seed, step))
+        loss = decoder(inputs, count / len(batch.tokens)) / count
         loss.backward()
         if step == 0:
             found["gradients"] = {n: full(p.grad) for n, p in named.items()}  # type: ignore[arg-type]

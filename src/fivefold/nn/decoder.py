@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from fivefold.config.tree import Model
 from fivefold.nn.attention import Attention, Segments
+from fivefold.nn.dropout import drop, site_number, token_keys
 from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
+from fivefold.nn.inputs import Inputs
 from fivefold.nn.loss import cross_entropy_sum, with_gradient_of
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
@@ -21,6 +23,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: Model, index: int, recompute: Recompute) -> None:
         super().__init__()
+        self.index, self.dropout = index, model.dropout
         self.attention_norm = make_norm(model)
         self.attention = Attention(model, recompute)
         self.feed_forward_norm = make_norm(model)
@@ -30,18 +33,27 @@ class DecoderLayer(nn.Module):
             self.feed_forward = make_feed_forward(model, model.ffn)
         self.run = recompute.layer(self._run)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Routing | None]:
-        """`x` and the first result: `[batch, sequence, hidden]`; the second only if it routes."""
-        return self.run(x, rotary, segments)
+    def forward(
+        self, x: Tensor, rotary: Rotary | None, segments: Segments, keys: Tensor | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        """`x` and the first result: `[batch, sequence, hidden]`; the second only if it routes.
 
-    def _run(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> tuple[Tensor, Routing | None]:
-        x = x + self.attention(self.attention_norm(x), rotary, segments)
+        Args:
+            keys: `dropout.token_keys`, `[batch, sequence]`; None = no dropout.
+        """
+        return self.run(x, rotary, segments, keys)
+
+    def _run(
+        self, x: Tensor, rotary: Rotary | None, segments: Segments, keys: Tensor | None
+    ) -> tuple[Tensor, Routing | None]:
+        branch = self.attention(self.attention_norm(x), rotary, segments)
+        x = x + drop(branch, keys, site_number(self.index, 0), self.dropout)
         inner, routing = self.feed_forward_norm(x), None
         if hasattr(self, "experts"):
             inner, routing = self.experts(inner)
         else:
             inner = self.feed_forward(inner)
-        return x + inner, routing
+        return x + drop(inner, keys, site_number(self.index, 1), self.dropout), routing
 
 
 class Decoder(nn.Module):
@@ -67,13 +79,7 @@ class Decoder(nn.Module):
         if model.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(
-        self,
-        tokens: Tensor,
-        segments: Segments,
-        labels: Tensor | None = None,
-        tokens_per_sequence: float = 0.0,
-    ) -> Tensor:
+    def forward(self, inputs: Inputs, tokens_per_sequence: float = 0.0) -> Tensor:
         """The summed loss over counted labels, or the logits where no labels are given.
 
         The auxiliary loss of the routers is part of the gradient and not of the value. It is a mean over the
@@ -81,20 +87,20 @@ class Decoder(nn.Module):
         `tokens_per_sequence` times.
 
         Args:
-            tokens: `[batch, sequence]`, int64.
-            segments: the documents packed in `tokens`.
-            labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
             tokens_per_sequence: counted tokens of the whole global batch per sequence of it.
 
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self._embedded(tokens, positions)
+        positions, labels = inputs.row_positions(), inputs.labels
+        keys = None
+        if self.model.dropout and inputs.dropout_key is not None:
+            keys = token_keys(inputs.dropout_key, inputs.row_numbers(), positions)
+        x = drop(self._embedded(inputs.tokens, positions), keys, 0, self.model.dropout)
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}
         for index, layer in self.layers.items():
-            x, routing = layer(x, rotary, segments)
+            x, routing = layer(x, rotary, inputs.segments, keys)
             if routing is not None:
                 routings[index] = routing
         x = self.norm(x)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.nn.attention import Segments
+from fivefold.nn.inputs import Inputs
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def generate(
     tokens, new = list(prompt), []
     for _ in range(count):
         window = torch.tensor([tokens[-context:]], device=device)
-        logits = decoder(window, Segments((window.shape[1],)))[0, -1].float().cpu()
+        logits = decoder(Inputs(window, Segments((window.shape[1],))))[0, -1].float().cpu()
         token = _draw(logits, temperature, top_k, generator)
         if token == end_of_text:
             break

@@ -27,6 +27,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     blocked = blocked and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
+        dropout=config.model.dropout > 0,
         compute_copy=0,
         master=exact,
         gather=item,

@@ -210,7 +210,6 @@ def check_trainable(resolved: Resolved) -> None:
         f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
-        "model.dropout": model.dropout > 0,
         f"parallel.pp = {mesh.pp}": mesh.pp > 1,
         f"parallel.cp = {mesh.cp}": mesh.cp > 1,
         f"parallel.tp = {mesh.tp}": mesh.tp > 1,

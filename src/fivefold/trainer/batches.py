@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fivefold.data.mixture import Mixture
 from fivefold.data.rows import Batch
 from fivefold.nn.attention import Segments
+from fivefold.nn.inputs import Inputs
 from fivefold.spec.batch import BatchPlan
 
 
@@ -16,36 +16,63 @@ class MicroBatch:
     """What one forward and backward works on.
 
     Attributes:
-        tokens, labels: `[micro_batch, sequence]`, int64, on the rank's device.
-        segments: the documents packed in them.
+        inputs: of the decoder, on the rank's device.
         loss_tokens: labels that count.
         sample_ids: ids of the rows, for reports.
     """
 
-    tokens: Tensor
-    labels: Tensor
-    segments: Segments
+    inputs: Inputs
     loss_tokens: int
     sample_ids: tuple[int, ...] = ()
 
     @staticmethod
-    def of(batch: Batch, device: torch.device, sample_ids: tuple[int, ...] = ()) -> "MicroBatch":
-        """`batch` on `device`; everything that needs to look at values is done before it goes there."""
+    def of(
+        batch: Batch,
+        device: torch.device,
+        *,
+        first_row: int = 0,
+        dropout_key: int | None = None,
+        sample_ids: tuple[int, ...] = (),
+    ) -> "MicroBatch":
+        """`batch` on `device`; everything that needs to look at values is done before it goes there.
+
+        Args:
+            first_row: number of its first row in the step's global batch.
+            dropout_key: `dropout.step_key` of the step; None = no dropout.
+        """
         segments, counted = Segments.from_documents(batch.documents, device), batch.loss_tokens
         moved = batch.to(device)
-        return MicroBatch(moved.tokens, moved.labels, segments, counted, sample_ids)
+        rows = torch.arange(first_row, first_row + len(batch.tokens), device=device)
+        inputs = Inputs(moved.tokens, segments, moved.labels, rows=rows, dropout_key=dropout_key)
+        return MicroBatch(inputs, counted, sample_ids)
 
 
 def training_share(
-    samples: Mixture, plan: BatchPlan, consumed: int, data_rank: int, device: torch.device
+    samples: Mixture, plan: BatchPlan, consumed: int, data_rank: int, device: torch.device, dropout_key: int
 ) -> list[MicroBatch]:
     """The micro-batches of one replica in the step that begins after `consumed` samples."""
     ids = samples.sample_ids(consumed, plan.global_batch)
-    shares = [ids[plan.rows(micro_step, data_rank)] for micro_step in range(plan.accumulation)]
-    return [MicroBatch.of(samples.batch(share), device, tuple(share.tolist())) for share in shares]
+    found = []
+    for rows in _rows(plan, data_rank):
+        share = ids[rows]
+        batch, numbers = samples.batch(share), tuple(share.tolist())
+        found.append(
+            MicroBatch.of(batch, device, first_row=rows.start, dropout_key=dropout_key, sample_ids=numbers)
+        )
+    return found
 
 
-def held_out_share(batch: Batch, plan: BatchPlan, data_rank: int, device: torch.device) -> list[MicroBatch]:
-    """The micro-batches of one replica of a held-out global batch."""
-    rows = [plan.rows(micro_step, data_rank) for micro_step in range(plan.accumulation)]
-    return [MicroBatch.of(batch.rows(row.start, row.stop), device) for row in rows]
+def held_out_share(
+    batch: Batch, plan: BatchPlan, data_rank: int, device: torch.device, dropout_key: int | None = None
+) -> list[MicroBatch]:
+    """The micro-batches of one replica of a held-out global batch (or any other at hand)."""
+    return [
+        MicroBatch.of(
+            batch.rows(rows.start, rows.stop), device, first_row=rows.start, dropout_key=dropout_key
+        )
+        for rows in _rows(plan, data_rank)
+    ]
+
+
+def _rows(plan: BatchPlan, data_rank: int) -> list[slice]:
+    return [plan.rows(micro_step, data_rank) for micro_step in range(plan.accumulation)]

@@ -14,7 +14,7 @@ def evaluate(model: ParallelModel, shares: Iterable[Sequence[MicroBatch]], agree
     loss_sum = counted = 0.0
     with torch.no_grad():
         for micro_batch in (micro_batch for share in shares for micro_batch in share):
-            loss = model.module(micro_batch.tokens, micro_batch.segments, micro_batch.labels)
+            loss = model.module(micro_batch.inputs)
             loss_sum += loss.item()
             counted += micro_batch.loss_tokens
     model.data.drop_gathered()

@@ -11,6 +11,7 @@ from fivefold.config.errors import RunFailed
 from fivefold.config.load import dump
 from fivefold.data.mixture import Mixture
 from fivefold.ledger.flops import forward_per_token
+from fivefold.nn.dropout import step_key
 from fivefold.nn.generate import generate
 from fivefold.nn.hub.weights import HubWeights
 from fivefold.observe.clock import StepClock
@@ -135,7 +136,14 @@ class Loop:
         """One optimizer step and its report; returns whether a stop was agreed."""
         plan, clock, counters = self.resolved.batch, self.stepper.clock, self.counters
         with clock.measure("data"):
-            share = training_share(self.samples, plan, counters.samples, self.data_rank, self.session.device)
+            share = training_share(
+                self.samples,
+                plan,
+                counters.samples,
+                self.data_rank,
+                self.session.device,
+                step_key(self.resolved.config.run.seed, counters.step),
+            )
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
         stop_asked = self.stop_requested() or self.observer.is_unheard
         flags = (float(stop_asked), float(self.checkpoints.poll()))
