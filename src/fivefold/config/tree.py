@@ -184,6 +184,16 @@ class Parallel(Section, frozen=True):
     ] = "default"
 
 
+class BatchRamp(Section, frozen=True):
+    """A global batch that grows at the beginning, by equal increments after equal numbers of tokens."""
+
+    start: Annotated[int, Meta(ge=0, description="Sequences of the first steps; 0 = no ramp.")] = 0
+    increment: Annotated[int, Meta(ge=0, description="Sequences by which the batch grows at a time.")] = 0
+    tokens: Annotated[
+        int, Meta(ge=0, description="Tokens consumed when the batch has grown to the global batch.")
+    ] = 0
+
+
 class Batch(Section, frozen=True):
     """Give the global batch and the micro-batch; accumulation is derived and printed with its reason."""
 
@@ -200,6 +210,7 @@ class Batch(Section, frozen=True):
         int, Meta(ge=1, description="Sequences in one forward and backward of one replica.")
     ] = 1
     sequence_length: Annotated[int, Meta(ge=1, description="Tokens per sequence.")] = 512
+    ramp: Annotated[BatchRamp, Meta(description="Growth of the batch at the beginning.")] = BatchRamp()
 
 
 class Precision(Section, frozen=True):

@@ -18,11 +18,13 @@ class MicroBatch:
     Attributes:
         inputs: of the decoder, on the rank's device.
         loss_tokens: labels that count.
+        sequences: of the step's global batch.
         sample_ids: ids of the rows, for reports.
     """
 
     inputs: Inputs
     loss_tokens: int
+    sequences: int
     sample_ids: tuple[int, ...] = ()
 
     @staticmethod
@@ -30,6 +32,7 @@ class MicroBatch:
         batch: Batch,
         device: torch.device,
         *,
+        sequences: int,
         first_row: int = 0,
         dropout_key: int | None = None,
         sample_ids: tuple[int, ...] = (),
@@ -37,6 +40,7 @@ class MicroBatch:
         """`batch` on `device`; everything that needs to look at values is done before it goes there.
 
         Args:
+            sequences: of the step's global batch.
             first_row: number of its first row in the step's global batch.
             dropout_key: `dropout.step_key` of the step; None = no dropout.
         """
@@ -44,7 +48,7 @@ class MicroBatch:
         moved = batch.to(device)
         rows = torch.arange(first_row, first_row + len(batch.tokens), device=device)
         inputs = Inputs(moved.tokens, segments, moved.labels, rows=rows, dropout_key=dropout_key)
-        return MicroBatch(inputs, counted, sample_ids)
+        return MicroBatch(inputs, counted, sequences, sample_ids)
 
 
 def training_share(
@@ -52,14 +56,17 @@ def training_share(
 ) -> list[MicroBatch]:
     """The micro-batches of one replica in the step that begins after `consumed` samples."""
     ids = samples.sample_ids(consumed, plan.global_batch)
-    found = []
-    for rows in _rows(plan, data_rank):
-        share = ids[rows]
-        batch, numbers = samples.batch(share), tuple(share.tolist())
-        found.append(
-            MicroBatch.of(batch, device, first_row=rows.start, dropout_key=dropout_key, sample_ids=numbers)
+    return [
+        MicroBatch.of(
+            samples.batch(ids[rows]),
+            device,
+            sequences=plan.global_batch,
+            first_row=rows.start,
+            dropout_key=dropout_key,
+            sample_ids=tuple(ids[rows].tolist()),
         )
-    return found
+        for rows in _rows(plan, data_rank)
+    ]
 
 
 def held_out_share(
@@ -68,7 +75,11 @@ def held_out_share(
     """The micro-batches of one replica of a held-out global batch (or any other at hand)."""
     return [
         MicroBatch.of(
-            batch.rows(rows.start, rows.stop), device, first_row=rows.start, dropout_key=dropout_key
+            batch.rows(rows.start, rows.stop),
+            device,
+            sequences=plan.global_batch,
+            first_row=rows.start,
+            dropout_key=dropout_key,
         )
         for rows in _rows(plan, data_rank)
     ]

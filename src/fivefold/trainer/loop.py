@@ -21,6 +21,7 @@ from fivefold.observe.observer import Observer
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.local import load
 from fivefold.parallel.mesh import device_mesh
+from fivefold.spec.batch import BatchPlan
 from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
@@ -134,7 +135,8 @@ class Loop:
 
     def _step(self) -> bool:
         """One optimizer step and its report; returns whether a stop was agreed."""
-        plan, clock, counters = self.resolved.batch, self.stepper.clock, self.counters
+        clock, counters = self.stepper.clock, self.counters
+        plan = self.resolved.course.at(counters.samples)
         with clock.measure("data"):
             share = training_share(
                 self.samples,
@@ -153,7 +155,7 @@ class Loop:
         stop, saved = result.flags
         if saved == self.session.world_size:
             self._finish_save()
-        self._report(result, learning_rate)
+        self._report(result, learning_rate, plan)
         return stop > 0
 
     def _profiled_step(
@@ -174,10 +176,10 @@ class Loop:
         self.observer.memory(found[0])
         return result
 
-    def _report(self, result: StepResult, learning_rate: float) -> None:
+    def _report(self, result: StepResult, learning_rate: float, plan: BatchPlan) -> None:
         """Tells a step to whoever watches; ends the run after too many skips in a row."""
         self.last_loss = result.loss
-        self.observer.step(self._metrics(result, learning_rate))
+        self.observer.step(self._metrics(result, learning_rate, plan))
         if result.skipped is None:
             return
         counters, most = self.counters, self.resolved.config.precision.max_skips
@@ -186,9 +188,9 @@ class Loop:
         if counters.skips_in_a_row > most:
             raise RunError(f"{line}; {counters.skips_in_a_row} skips in a row (precision.max_skips)")
 
-    def _metrics(self, result: StepResult, learning_rate: float) -> StepMetrics:
+    def _metrics(self, result: StepResult, learning_rate: float, plan: BatchPlan) -> StepMetrics:
         """What the step that just ended did and cost; begins the next step's account."""
-        config, plan, session = self.resolved.config, self.resolved.batch, self.session
+        config, session = self.resolved.config, self.session
         seconds, traffic = self.stepper.clock.lap(), session.recorder.bytes_by_axis()
         session.recorder.clear()
         flops_per_token = 3 * forward_per_token(config.model, plan.sequence_length, "causal").total

@@ -103,7 +103,7 @@ class Stepper:
         waited = self.recorder.waited_seconds
         with self.clock.measure("compute"):
             with self.recorder.phase("forward"):
-                per_sequence = loss_tokens / self.model.sequences
+                per_sequence = loss_tokens / batch.sequences
                 loss: Tensor = self.model.module(batch.inputs, per_sequence)
             with self.recorder.phase("backward"):
                 (loss * self.loss_scale.value / loss_tokens).backward()  # type: ignore[no-untyped-call]

@@ -138,7 +138,6 @@ def _train(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], stop: St
 
 def _start_facts(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], entropy: float) -> StartFacts:
     session, chosen = loop.session, settled.config.machine
-    planned = settled.config.run.steps * loop.resolved.batch.global_batch
     threads = torch.get_num_threads()
     kind = (
         f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
@@ -154,7 +153,7 @@ def _start_facts(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], en
             for kept, share, passes in zip(
                 (store.manifest for store in stores),
                 loop.samples.shares,
-                loop.samples.passes(planned),
+                loop.samples.passes(loop.resolved.samples),
                 strict=True,
             )
         ],
