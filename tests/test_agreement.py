@@ -15,13 +15,14 @@ import torch
 
 from fivefold.config.tree import Config, Precision
 from fivefold.observe.memory import SavedActivations
+from fivefold.proof.gather import wholes
 from fivefold.spec.legal import resolve_config
 from fivefold.trainer.batches import MicroBatch, held_out_share
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.state import tensors
 from ranks import Ranks
 from test_run import CONFIG, settings
-from toy import CPU, full, global_batch, start_group, stepper_on, toy_config
+from toy import CPU, global_batch, start_group, stepper_on, toy_config
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +65,14 @@ def step_with_poison(
         ]
 
     assert stepper.step(share(0), 1e-3).skipped is None
-    before = {n: full(t) for n, t in tensors(stepper.model, stepper.optimizer).items()}
+    before = wholes(tensors(stepper.model, stepper.optimizer)).tensors
     if rank == sick:
         (poison_gradient if where == "gradient" else poison_output)(stepper.model.module, value)
     result = stepper.step(share(1), 1e-3)
-    after = {n: full(t) for n, t in tensors(stepper.model, stepper.optimizer).items()}
+    after = wholes(tensors(stepper.model, stepper.optimizer)).tensors
     unchanged = all(torch.equal(before[n], after[n]) for n in before)
     updates = {float(s["step"]) for s in stepper.optimizer.torch.state.values()}
-    cleared = all(p.held.grad is None for p in stepper.model.parameters)
+    cleared = all(p.value.grad is None for p in stepper.model.parameters)
     return {
         "skipped": result.skipped,
         "unchanged": unchanged,

@@ -16,6 +16,7 @@ from fivefold.nn.dropout import _mix, _signed, drop, dropped, site_number, step_
 from fivefold.nn.generate import generate
 from fivefold.nn.inputs import Inputs
 from fivefold.parallel.apply import parallelize
+from fivefold.parallel.mesh import Groups
 from fivefold.spec.legal import resolve_config
 from fivefold.trainer.agree import Agreement
 from fivefold.trainer.batches import held_out_share
@@ -106,7 +107,7 @@ def test_evaluation_and_generation_drop_nothing() -> None:
     losses, texts = [], []
     for model in (MODEL, DROPPING):
         resolved = resolve_config(replace(config, model=model))
-        built = parallelize(resolved, None, CPU)
+        built = parallelize(resolved, Groups(), 0, CPU)
         share = held_out_share(global_batch(config, 0), resolved.batch, 0, CPU)
         losses.append(evaluate(built, [share], Agreement(CPU)))
         texts.append(generate(built.module, [1, 2], 5, context=8, temperature=0.8, top_k=0, seed=1))
@@ -117,7 +118,7 @@ def test_evaluation_and_generation_drop_nothing() -> None:
 def test_a_step_drops_its_own() -> None:
     config = replace(toy_config(micro_batch=12), model=DROPPING)
     resolved = resolve_config(config)
-    decoder = parallelize(resolved, None, CPU).module
+    decoder = parallelize(resolved, Groups(), 0, CPU).module
     batch = held_out_share(global_batch(config, 0), resolved.batch, 0, CPU)[0]
     tokens, segments, labels = batch.inputs.tokens, batch.inputs.segments, batch.inputs.labels
     keys = (None, step_key(7, 0), step_key(7, 1), step_key(8, 0))

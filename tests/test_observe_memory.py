@@ -54,7 +54,7 @@ def test_categories_of_a_small_module() -> None:
     optimizer.step()
 
     parameters = (4 * 3 + 4) * F32
-    assert memory_by_category([module], [optimizer], activations.peak_bytes) == MemoryByCategory(
+    assert memory_of(module, optimizer, activations.peak_bytes) == MemoryByCategory(
         parameters=parameters,
         gradients=parameters,
         optimizer=2 * parameters + 2 * F32,  # two moments, and a step count for each of two parameters
@@ -68,8 +68,8 @@ def test_categories_of_a_small_module() -> None:
 def test_a_storage_of_two_categories_counts_in_the_first() -> None:
     module = nn.Linear(4, 4, bias=False)
     module.weight.grad = module.weight.detach()
-    assert memory_by_category([module], [], 0) == MemoryByCategory(64, 0, 0, 0, 0)
-    assert memory_by_category([module], [], 0).total == 64
+    assert memory_of(module, None, 0) == MemoryByCategory(64, 0, 0, 0, 0)
+    assert memory_of(module, None, 0).total == 64
 
 
 def mlp() -> nn.Sequential:
@@ -154,6 +154,19 @@ def pair() -> Iterator[Ranks]:
         yield ranks
 
 
+def memory_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, activations: int
+) -> MemoryByCategory:
+    states = optimizer.state.values() if optimizer else []
+    return memory_by_category(
+        parameters=module.parameters(),
+        gradients=[p.grad for p in module.parameters() if p.grad is not None],
+        optimizer=[value for state in states for value in state.values() if isinstance(value, torch.Tensor)],
+        buffers=module.buffers(),
+        activations=activations,
+    )
+
+
 def sharded_sizes(rank: int, world_size: int) -> tuple[MemoryByCategory, int]:
     """A tensor-parallel parameter: each rank holds 2 of 4 rows."""
     mesh = init_device_mesh("cpu", (world_size,))
@@ -166,7 +179,7 @@ def sharded_sizes(rank: int, world_size: int) -> tuple[MemoryByCategory, int]:
     # DTensor may leave a gradient replicated; here it is what a tensor-parallel layer makes of it
     module.weight.grad = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
     optimizer.step()
-    return memory_by_category([module], [optimizer], activations.peak_bytes), storage_bytes([module.weight])
+    return memory_of(module, optimizer, activations.peak_bytes), storage_bytes([module.weight])
 
 
 def test_a_dtensor_counts_its_local_part(pair: Ranks) -> None:

@@ -49,10 +49,11 @@ def closed_form(resolved: Resolved) -> list[Row]:
         return sorted(rows)
     shards = mesh.dp_shard
     whole, divided = (sum(padded(g, shards) for g in some) for some in (groups, layers))
+    gathering = "forward" if config.parallel.zero == 3 else "optimizer"
     gathers = m if config.parallel.zero == 3 else 1
     reductions = 1 if config.parallel.zero == 1 else m
     rows += [
-        Row("dp_shard", "all_gather", "forward", gathers * len(groups), gathers * whole * compute),
+        Row("dp_shard", "all_gather", gathering, gathers * len(groups), gathers * whole * compute),
         Row("dp_shard", "reduce_scatter", "gradient", reductions * len(groups), reductions * whole * master),
     ]
     if config.parallel.zero == 3:
@@ -81,7 +82,7 @@ def test_recorded_bytes_equal_the_closed_form(ranks: Ranks, dtype: str) -> None:
 
 
 def test_recompute_gathers_no_more(ranks: Ranks) -> None:
-    """FSDP2 has the parameters at hand when a layer is recomputed in backward."""
+    """The parameters are at hand when a layer is recomputed in backward."""
     check(ranks, toy_config(zero=3, global_batch=ranks.world_size, steps=2, recompute="full"))
 
 

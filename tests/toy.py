@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.group import register
@@ -28,7 +27,8 @@ from fivefold.nn.inputs import Inputs
 from fivefold.observe.clock import StepClock
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.data import master_dtype
-from fivefold.parallel.mesh import device_mesh
+from fivefold.parallel.mesh import Groups, groups
+from fivefold.proof.gather import wholes
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.agree import Agreement
@@ -77,8 +77,14 @@ def global_batch(config: Config, step: int) -> Rows:
 
 
 def full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    return tensor.detach().clone()
+
+
+def gradients(model: ParallelModel) -> dict[str, Tensor]:
+    """Whole gradients, on every rank."""
+    return wholes(
+        {p.spec.name: p.piece(p.value.grad) for p in model.parameters if p.value.grad is not None}
+    ).tensors
 
 
 def start_group(wrapped: bool = True) -> Recorder:
@@ -93,7 +99,8 @@ def start_group(wrapped: bool = True) -> Recorder:
 
 
 def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
-    model = parallelize(resolved, device_mesh(resolved.mesh, CPU), CPU)
+    parallel, rank = resolved.config.parallel, dist.get_rank() if dist.is_initialized() else 0
+    model = parallelize(resolved, groups(resolved.mesh, parallel.ep, parallel.zero, rank), rank, CPU)
     optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
     clip, scale = resolved.config.optimizer.clip, LossScale.of(resolved.config.precision)
     return Stepper(model, optimizer, Agreement(CPU), recorder, StepClock(), scale, clip)
@@ -110,17 +117,17 @@ def permuted(batch: Rows, seed: int) -> Rows:
 def train_on_ranks(
     rank: int, world_size: int, config: Config, permutation: int = 0, wrapped: bool = True
 ) -> dict[str, Any]:
-    """Trains in the layout of `config`; whole tensors from every rank, gathered by torch's DTensor."""
+    """Trains in the layout of `config`; whole tensors from every rank."""
     recorder = start_group(wrapped)
     resolved = resolve_config(config, world_size)
     stepper = stepper_on(resolved, recorder)
     found: dict[str, Any] = {"loss": [], "grad_norm": [], "rows": []}
-    found["initial"] = {p.spec.name: full(p.held) for p in stepper.model.parameters}
+    found["initial"] = wholes({p.spec.name: p.piece(p.value) for p in stepper.model.parameters}).tensors
 
     def keep_gradients(model: ParallelModel) -> None:
         if "gradients" not in found:
             with recorder.paused():
-                found["gradients"] = {p.spec.name: full(p.held.grad) for p in model.parameters}  # type: ignore[arg-type]
+                found["gradients"] = gradients(model)
 
     for step in range(config.run.steps):
         recorder.clear()
@@ -134,9 +141,9 @@ def train_on_ranks(
         found["loss"].append(result.loss)
         found["grad_norm"].append(result.grad_norm)
         found["rows"].append(recorder.rows())
-    found["state"] = {
-        name: full(tensor) for name, tensor in tensors(stepper.model, stepper.optimizer).items()
-    }
+    state = wholes(tensors(stepper.model, stepper.optimizer))
+    assert not state.disagreeing, f"replicas differ: {state.disagreeing}"
+    found["state"] = state.tensors
     return found
 
 
@@ -146,7 +153,7 @@ def reference(config: Config) -> dict[str, Any]:
     resolved = resolve_config(config)
     master = master_dtype(config.precision)
     decoder = Decoder(config.model).to(master)
-    source = parallelize(resolved, None, CPU)
+    source = parallelize(resolved, Groups(), 0, CPU)
     decoder.load_state_dict(source.module.state_dict())
     roles = {spec.name: spec.role for spec in parameters(config.model)}
     named = dict(decoder.named_parameters())

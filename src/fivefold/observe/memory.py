@@ -36,32 +36,26 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def memory_by_category(
-    modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], activations: int
+    *,
+    parameters: Iterable[Tensor],
+    gradients: Iterable[Tensor],
+    optimizer: Iterable[Tensor],
+    buffers: Iterable[Tensor],
+    activations: int,
 ) -> MemoryByCategory:
-    """Memory of this rank, to be taken between an optimizer step and the `zero_grad` after it.
+    """Memory of this rank, to be taken when a step's gradients are whole.
 
     Args:
-        modules: this rank's parts of the model (several with pipeline chunks).
-        optimizers: theirs; the state exists after the first step.
+        parameters: in every form this rank holds them.
+        optimizer: its state.
         activations: bytes, from `SavedActivations.peak_bytes` around that step.
 
     A storage that serves two categories (a gradient kept in a flat parameter buffer) counts in the first of
     parameters, gradients, optimizer, buffers.
     """
-    modules = list(modules)
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    states = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    buffers = [buffer for module in modules for buffer in module.buffers()]
     seen: dict[_Key, int] = {}
     sizes = []
-    for tensors in (parameters, gradients, states, buffers):
+    for tensors in (parameters, gradients, optimizer, buffers):
         new = {key: size for key, size in _storages(tensors).items() if key not in seen}
         seen |= new
         sizes.append(sum(new.values()))

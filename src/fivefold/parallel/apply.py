@@ -1,15 +1,19 @@
 """A decoder laid out over ranks: the axes applied from the innermost outwards, then the weights made."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 from fivefold.nn.decoder import Decoder
-from fivefold.parallel.data import DataParallel, master_dtype
-from fivefold.parallel.local import LocalParameter, initialize, local_parameters
+from fivefold.parallel.bucket import Bucket, Division
+from fivefold.parallel.data import DataParallel, Unit, compute_dtype, master_dtype
+from fivefold.parallel.local import LocalParameter, initialize
+from fivefold.parallel.mesh import Groups
 from fivefold.spec.legal import Resolved
-from fivefold.spec.parameters import parameters
+from fivefold.spec.parameters import Parameter, parameters
+from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,38 +21,108 @@ class ParallelModel:
     """The model as this rank runs it.
 
     Attributes:
-        sequences: of the whole global batch, over which the auxiliary loss is a mean.
+        parameters: what this rank keeps and updates.
+        counts_tokens: whether this rank is the one, of all that read the same tokens, that counts them.
+        counts_results: whether it is the one, of all that compute the same results, that adds them to sums over the
+            run.
     """
 
     module: Decoder
     data: DataParallel
     parameters: list[LocalParameter]
-    sequences: int
+    counts_tokens: bool
+    counts_results: bool
+
+    def reduce_gradients(self) -> None:
+        """After the last backward of a step: gradients become those of the whole global batch. Collective."""
+        self.data.end_step()
 
 
-def parallelize(resolved: Resolved, device_mesh: DeviceMesh | None, device: torch.device) -> ParallelModel:
+def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.device) -> ParallelModel:
     """Builds the model of a config on this rank, with its initial weights.
 
     Nothing is allocated before the axes have divided it: a rank only ever holds its own part.
-
-    Args:
-        device_mesh: of `parallel.mesh.device_mesh`; None in one process without torch.distributed.
     """
     config = resolved.config
     with torch.device("meta"):
-        decoder = Decoder(config.model, config.parallel.recompute).to(master_dtype(config.precision))
-    data = DataParallel(decoder, device_mesh, resolved.mesh, config.parallel.zero, config.precision)
-    decoder.to_empty(device=device)
-    _retie(decoder)
-    held = local_parameters(decoder, parameters(config.model))
+        decoder = Decoder(config.model, config.parallel.recompute)
+    specs = {spec.name: spec for spec in parameters(config.model)}
+    split = _Split(resolved, groups, rank, device)
+    units = [split.unit(module, owned, specs) for module, owned in _owned(decoder)]
+    if config.model.tied:
+        decoder.head.weight = decoder.embedding.weight
+    data = DataParallel(units, config.parallel.zero, overlap=True)
+    held = [split.held[name] for name in specs if name in split.held]
     for parameter in held:
         initialize(parameter, config.run.seed)
-    for buffer in decoder.buffers():  # selection biases, the same on every rank
-        buffer.zero_()
-    return ParallelModel(decoder, data, held, resolved.batch.global_batch)
+    _zero_buffers(decoder, master_dtype(config.precision), device)
+    data.updated()
+    at = resolved.mesh.coordinates(rank)
+    return ParallelModel(
+        decoder,
+        data,
+        held,
+        counts_tokens=at["tp"] == at["pp"] == 0,
+        counts_results=at["tp"] == 0,
+    )
 
 
-def _retie(decoder: Decoder) -> None:
-    """`to_empty` gives each module its own tensor: a tied head takes the embedding's again."""
-    if decoder.model.tied:
-        decoder.head.weight = decoder.embedding.weight
+class _Split:
+    """Gives modules the parameters that the layout table and ZeRO leave to this rank."""
+
+    def __init__(self, resolved: Resolved, groups: Groups, rank: int, device: torch.device) -> None:
+        self._resolved = resolved
+        self._rank = rank
+        self._device = device
+        config = resolved.config
+        types = compute_dtype(config.precision), master_dtype(config.precision)
+        self._dense = Division(groups.shard, groups.replicate, config.parallel.zero, *types)
+        self._expert = Division(groups.expert_shard, groups.expert_replicate, config.parallel.zero, *types)
+        self.held: dict[str, LocalParameter] = {}
+
+    def unit(self, module: nn.Module, owned: dict[str, nn.Module], specs: dict[str, Parameter]) -> Unit:
+        """Replaces the parameters of `owned` (global name → the module that has it)."""
+        model = self._resolved.config.model
+        chosen = [specs[name] for name in owned]
+        experts = [spec for spec in chosen if is_expert(model, spec)]
+        dense = [spec for spec in chosen if not is_expert(model, spec)]
+        buckets = [
+            self._bucket(some, division, owned)
+            for some, division in ((dense, self._dense), (experts, self._expert))
+            if some
+        ]
+        return Unit(module, buckets)
+
+    def _bucket(self, specs: Sequence[Parameter], division: Division, owned: dict[str, nn.Module]) -> Bucket:
+        config, mesh = self._resolved.config, self._resolved.mesh
+        ep, zero = config.parallel.ep, config.parallel.zero
+        parts = [part_of(config.model, spec, mesh, ep, self._rank) for spec in specs]
+        bucket = Bucket([part.shape for part in parts], division, self._device)
+        for spec, part, parameter, value in zip(specs, parts, bucket.parameters, bucket.values, strict=True):
+            setattr(owned[spec.name], spec.name.rpartition(".")[2], parameter)
+            dim = sharded_dim(part.shape, bucket.shards)
+            own = part.narrow(dim, *shard_range(part.shape[dim], bucket.shards, bucket.index))
+            number = copies(config.model, spec, mesh, ep, zero)
+            self.held[spec.name] = LocalParameter(spec, own, value, number)
+        return bucket
+
+
+def _owned(decoder: Decoder) -> list[tuple[nn.Module, dict[str, nn.Module]]]:
+    """Units in forward order, the root first, each with its parameters' names and the modules that have them."""
+    found: dict[nn.Module, dict[str, nn.Module]] = {decoder: {}}
+    found |= {layer: {} for layer in decoder.layers.values()}
+    for path, module in decoder.named_modules():
+        layer = path.split(".")[1] if path.startswith("layers.") else None
+        unit = decoder if layer is None else decoder.layers[layer]
+        for name, _ in module.named_parameters(recurse=False):
+            full = f"{path}.{name}"
+            if not (decoder.model.tied and full == "head.weight"):
+                found[unit][full] = module
+    return list(found.items())
+
+
+def _zero_buffers(decoder: Decoder, dtype: torch.dtype, device: torch.device) -> None:
+    """Selection biases start at zero, the same on every rank."""
+    for module in decoder.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros(buffer.shape, dtype=dtype, device=device))

@@ -1,20 +1,21 @@
-"""Data parallel: replicas (zero 0), ZeRO (zero 1, 2, 3), and replicas of shards (hybrid), on FSDP2.
+"""Data parallel: replicas (zero 0), ZeRO (zero 1, 2, 3; Rajbhandari 2020), and replicas of shards (hybrid).
 
-One bucket per decoder layer and one for embedding, final norm and head: fixed before the first step and never
-rebuilt, so a gradient is summed in the same order in every step. Gradients are plain sums over the data
-axes: the loss is already divided by the token count of the whole global batch.
+One bucket per decoder layer and one for embedding, final norm and head (of experts, one more each): fixed before
+the first step and never rebuilt, so a gradient is summed in the same order in every step. Gradients are plain
+sums over the data and context ranks: the loss is already divided by the token count of the whole global batch.
+
+Reductions start while backward goes on, as soon as a bucket's last gradient is there. Parameters are gathered one
+layer ahead: in forward and in backward (zero 3), or after the update (zero 1 and 2), waited for where they are used.
 """
 
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor, nn
 
 from fivefold.config.tree import Precision
-from fivefold.nn.decoder import Decoder
-from fivefold.spec.mesh import Mesh
+from fivefold.parallel.bucket import Bucket
 
 DTYPES = {
     "float64": torch.float64,
@@ -24,58 +25,143 @@ DTYPES = {
 }
 
 
+def compute_dtype(precision: Precision) -> torch.dtype:
+    """The type of the parameters that forward and backward see."""
+    return DTYPES[precision.dtype]
+
+
 def master_dtype(precision: Precision) -> torch.dtype:
     """The type of parameters, gradients' sums and optimizer state: float32, or float64 under float64."""
     return torch.promote_types(DTYPES[precision.dtype], torch.float32)
 
 
-class DataParallel:
-    """The data axes around a decoder, and when they communicate."""
+class Unit:
+    """A module whose parameters are gathered, dropped and reduced together."""
 
-    def __init__(
-        self, decoder: Decoder, device_mesh: DeviceMesh | None, mesh: Mesh, zero: int, precision: Precision
-    ) -> None:
-        compute, master = DTYPES[precision.dtype], master_dtype(precision)
+    def __init__(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
+        self.module = module
+        self.buckets = buckets
+
+    def start_gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.start_gather()
+
+    def ready(self) -> None:
+        for bucket in self.buckets:
+            bucket.ready()
+
+    def drop(self) -> None:
+        for bucket in self.buckets:
+            bucket.drop()
+
+
+class DataParallel:
+    """The data axes around a rank's part of the model, and when they communicate.
+
+    Args:
+        units: the root first (what is needed from the beginning to the end of a pass), then the layers in
+            forward order.
+        overlap: communicate from within forward and backward. Under a pipeline it is False: parameters are gathered
+            before the step and kept, gradients are whole until its end.
+    """
+
+    def __init__(self, units: Sequence[Unit], zero: int, overlap: bool) -> None:
+        self.units = units
         self.zero = zero
-        self.root: FSDPModule | None = None
-        if device_mesh is None or (mesh.data_parallel == 1 and compute == master):
+        self.overlap = overlap
+        self._last = True
+        self.buckets = [bucket for unit in units for bucket in unit.buckets]
+        if not overlap:
             return
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master, cast_forward_inputs=False)
-        units = [*decoder.layers.values(), decoder]
-        for unit in units:
-            if zero == 0:
-                replicate(unit, mesh=device_mesh["dp_replicate"], mp_policy=policy)
-            else:
-                axes = ("dp_replicate", "dp_shard") if mesh.dp_replicate > 1 else ("dp_shard",)
-                # zero 1 and 2 hold whole parameters during a step: gathered once, dropped after its end.
-                reshard = None if zero == 3 else False  # None: torch's rule, all but the root
-                fully_shard(unit, mesh=device_mesh[axes], mp_policy=policy, reshard_after_forward=reshard)
-            cast(FSDPModule, unit).set_gradient_divide_factor(1.0)
-            # A factor of one would otherwise become a pre-multiplied sum, which gloo does not have.
-            cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)
-        self.root = cast(FSDPModule, decoder)
+        for bucket in self.buckets:
+            bucket.on_complete(self._complete)
+        if any(bucket.gathers for bucket in self.buckets):
+            for index, unit in enumerate(units):
+                self._watch(index, unit)
+
+    def begin_step(self) -> None:
+        """Without overlap: gathers what the step needs."""
+        if not self.overlap:
+            self.begin_micro_step(last=True)
+            for unit in self.units:
+                unit.start_gather()
+            for unit in self.units:
+                unit.ready()
 
     def begin_micro_step(self, last: bool) -> None:
-        """Sets what the coming backward communicates.
+        """Before a backward: says whether it is the step's last."""
+        self._last = last
+        for bucket in self.buckets:
+            bucket.begin()
 
-        zero 0 and 1 hold whole gradients, so they reduce once, after the last micro-batch. zero 2 and 3 hold
-        gradients in shards, so each backward reduce-scatters; only the sum over the replicas of a shard waits
-        for the last. zero 1 and 2 hold whole parameters until the end of the last backward.
-        """
-        if self.root is None:
-            return
-        if self.zero <= 1:
-            self.root.set_requires_gradient_sync(last)
-        else:
-            self.root.set_requires_all_reduce(last)
-        if self.zero in (1, 2):
-            self.root.set_reshard_after_backward(last)
-        self.root.set_is_last_backward(last)
+    def end_micro_step(self) -> None:
+        """After a backward: waits for what it has started."""
+        for bucket in self.buckets:
+            if bucket.is_due(self._last):
+                bucket.reduce()
+        for bucket in self.buckets:
+            bucket.accumulate()
 
-    def drop_gathered(self) -> None:
-        """Drops the parameters that a forward without a backward has left gathered."""
-        if self.root is None or self.zero == 0:
-            return
-        for unit in self.root.modules():  # type: ignore[attr-defined]
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+    def end_step(self) -> None:
+        """After the last backward: gradients become sums over all data ranks, in the values' `grad`."""
+        if not self.overlap:
+            self.end_micro_step()
+            self.drop()
+        for bucket in self.buckets:
+            bucket.reduce_replicas()
+        for bucket in self.buckets:
+            bucket.finish()
+
+    def updated(self) -> None:
+        """After the values have changed: what forward sees follows. zero 1 and 2 gather, zero 3 waits for its use."""
+        for bucket in self.buckets:
+            bucket.refresh(gather=self.zero < 3)
+
+    def drop(self) -> None:
+        """Frees the gathered parameters that zero 3 does not keep."""
+        for unit in self.units:
+            unit.drop()
+
+    def clear_gradients(self) -> None:
+        """Drops all gradients."""
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Parameters in every form this rank holds them."""
+        for bucket in self.buckets:
+            yield from bucket.parameters
+            yield from bucket.values
+
+    def _complete(self, bucket: Bucket) -> None:
+        """A bucket's last gradient of this backward is there."""
+        if bucket.is_due(self._last):
+            bucket.reduce()
+        bucket.drop()
+
+    def _watch(self, index: int, unit: Unit) -> None:
+        """Gathers a unit's parameters before its forward and before its backward, the neighbour's meanwhile."""
+        following, preceding = self.units[index + 1 : index + 2], self.units[index - 1 : index]
+        is_root = index == 0
+
+        def before_forward(_module: nn.Module, _inputs: Any) -> None:
+            unit.ready()
+            for neighbour in following:
+                neighbour.start_gather()
+
+        def before_backward(_gradient: Tensor) -> None:
+            unit.ready()
+            if index > 1:
+                for neighbour in preceding:
+                    neighbour.start_gather()
+
+        def after_forward(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if is_root and torch.is_grad_enabled():
+                return
+            unit.drop()
+            if torch.is_grad_enabled():
+                hidden = output if isinstance(output, Tensor) else output[0]
+                hidden.register_hook(before_backward)
+
+        unit.module.register_forward_pre_hook(before_forward)
+        unit.module.register_forward_hook(after_forward)

@@ -1,99 +1,102 @@
 """What one rank holds of each parameter."""
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fivefold.nn.hub.weights import HubWeights
 from fivefold.nn.initialize import initial_values
 from fivefold.spec.parameters import Parameter
+from fivefold.spec.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter and the part of it that this rank holds.
+    """A parameter and the part of it that this rank keeps, updates and saves.
 
     Attributes:
         spec: the whole parameter.
-        held: the module's own parameter: a DTensor where an axis divides it.
-        value: this rank's part, a plain tensor on the storage of `held`: what the optimizer steps on.
+        part: which part.
+        value: the part, a plain tensor in the master type: what the optimizer steps on. Its `grad` is the part
+            of the whole gradient, once a step has reduced it.
         copies: how many ranks of the run hold this same part.
     """
 
     spec: Parameter
-    held: nn.Parameter
+    part: Part
     value: nn.Parameter
     copies: int
 
     def gradient(self) -> Tensor | None:
-        """This rank's part of the gradient, sharing its storage."""
-        return None if self.held.grad is None else local(self.held.grad)
+        """This rank's part of the gradient."""
+        return self.value.grad
 
-    def like_held(self, part: Tensor) -> Tensor:
-        """`part`, shaped as `value`, as a tensor laid out like `held` (for checkpoints)."""
-        if not isinstance(self.held, DTensor) or part.dim() == 0:
-            return part
-        return DTensor.from_local(
-            part,
-            self.held.device_mesh,
-            self.held.placements,
-            run_check=False,
-            shape=self.held.shape,
-            stride=self.held.stride(),
-        )
+    def piece(self, tensor: Tensor) -> "Piece":
+        """`tensor`, shaped as `value` (a moment, a gradient, the value), with its place in the whole."""
+        return Piece(tensor.detach(), self.part, self.spec.shape)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself. Shares storage."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+class Piece:
+    """A part of a tensor of which other ranks hold other parts, the same or none: what checkpoints save and load.
 
+    It has of a tensor what torch.distributed.checkpoint asks for.
+    """
 
-def local_parameters(module: nn.Module, specs: list[Parameter]) -> list[LocalParameter]:
-    """The parameters of `module` that `specs` names, in its order; each tied parameter once."""
-    held = dict(module.named_parameters())
-    return [
-        LocalParameter(
-            spec, held[spec.name], nn.Parameter(local(held[spec.name].detach())), _copies(held[spec.name])
-        )
-        for spec in specs
-        if spec.name in held
-    ]
+    def __init__(self, local: Tensor, part: Part, shape: tuple[int, ...]) -> None:
+        self.local = local
+        self.part = part
+        self.shape = torch.Size(shape)
+        self.dtype = local.dtype
+        self.is_meta = local.is_meta
+
+    def size(self) -> torch.Size:
+        """Of the whole tensor."""
+        return self.shape
+
+    def to_local(self) -> Tensor:
+        """This rank's part, sharing storage with the live tensor."""
+        return self.local
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        chunks = self.__create_chunk_list__()
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.part.numel:
+            return []
+        return [ChunkStorageMetadata(torch.Size(self.part.starts), torch.Size(self.part.shape))]
 
 
 def initialize(parameter: LocalParameter, seed: int) -> None:
     """Fills this rank's part with the layout-independent initial value."""
-    rows, start = _rows(parameter.held)
-    width = prod(parameter.spec.shape[1:])
-    values = initial_values(parameter.spec, seed, start * width, (start + rows) * width)
-    with torch.no_grad():
-        parameter.value.copy_(values.view(parameter.value.shape))
+    part, spec = parameter.part, parameter.spec
+    width = spec.numel // spec.shape[0]
+    start = part.starts[0]
+    values = initial_values(spec, seed, start * width, (start + part.shape[0]) * width)
+    _fill(parameter, values.view(part.shape[0], *spec.shape[1:]))
 
 
 def load(parameter: LocalParameter, weights: HubWeights) -> None:
     """Fills this rank's part from published weights; reads little more than that part."""
-    rows, start = _rows(parameter.held)
+    start = parameter.part.starts[0]
+    _fill(parameter, weights.read(parameter.spec, start, start + parameter.part.shape[0]))
+
+
+def _fill(parameter: LocalParameter, rows: Tensor) -> None:
+    """Takes this rank's part out of whole rows."""
+    part = parameter.part
+    for dim in range(1, len(part.shape)):
+        rows = rows.narrow(dim, part.starts[dim], part.shape[dim])
     with torch.no_grad():
-        parameter.value.copy_(weights.read(parameter.spec, start, start + rows))
-
-
-def _rows(held: Tensor) -> tuple[int, int]:
-    """How many rows (dim 0) of the whole parameter this rank holds, and the first of them."""
-    if not isinstance(held, DTensor):
-        return held.shape[0], 0
-    shape, offset = compute_local_shape_and_global_offset(held.shape, held.device_mesh, held.placements)
-    if tuple(shape[1:]) != tuple(held.shape[1:]):
-        raise NotImplementedError(f"initial values of a shard over a dim other than 0: {held.placements}")
-    return shape[0], offset[0]
-
-
-def _copies(held: Tensor) -> int:
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if not isinstance(held, DTensor):
-        return world_size
-    sharded = zip(held.device_mesh.shape, held.placements, strict=True)
-    return world_size // prod(degree for degree, placement in sharded if isinstance(placement, Shard))
+        parameter.value.copy_(rows.reshape(part.shape))

@@ -1,22 +1,74 @@
-"""The mesh of axes as torch's DeviceMesh."""
+"""The mesh of axes as torch's process groups."""
 
-import torch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import ProcessGroup
 
-from fivefold.spec.mesh import AXES, Mesh
+from fivefold.spec.mesh import Mesh
+
+MakeGroup = Callable[[Sequence[int], str], ProcessGroup]
 
 
-def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
-    """A DeviceMesh with all five axes, also those of one rank; each axis has a group of its own.
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups this rank is in, by axis; None where it would be alone.
 
-    An axis that spans the whole world would otherwise re-use the default group, and its traffic could not be
-    told from the world's; naming its backend prevents that.
+    Attributes:
+        replicate: ranks that hold the same shards, whose gradients are summed. With zero 0 nothing is split, and
+            it holds every rank of the data and context axes.
+        shard: ranks that ZeRO splits over; None with zero 0.
+        expert_replicate, expert_shard: the same, of those ranks that own the same experts.
     """
-    backend = dist.get_backend()
-    return init_device_mesh(
-        device.type,
-        mesh.shape,
-        mesh_dim_names=AXES,
-        backend_override={axis: backend for axis in AXES if getattr(mesh, axis) == mesh.world_size > 1},
+
+    pp: ProcessGroup | None = None
+    replicate: ProcessGroup | None = None
+    shard: ProcessGroup | None = None
+    expert_replicate: ProcessGroup | None = None
+    expert_shard: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    tp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+
+
+def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
+    """A group of `ranks` that is called `axis` wherever its traffic is told. Collective among `ranks` only."""
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
+    assert isinstance(group, ProcessGroup)
+    return group
+
+
+def groups(mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_group) -> Groups:
+    """This rank's groups, made axis by axis in one order on every rank. Collective."""
+    shard_axis = "dp_shard" if mesh.cp == 1 else "dp_shard_cp"
+    replicate_axis = "dp_replicate" if zero or mesh.cp == 1 else "dp_shard_cp"
+    made: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
+
+    def group(axis: str, ranks: Sequence[int]) -> ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        key = axis, tuple(ranks)
+        if key not in made:
+            made[key] = make(ranks, axis)
+        return made[key]
+
+    def of(*axes: str) -> list[int]:
+        return next(ranks for ranks in mesh.groups(*axes) if rank in ranks)
+
+    def same_experts(ranks: list[int]) -> list[int]:
+        return [other for other in ranks if mesh.expert_rank(other, ep) == mesh.expert_rank(rank, ep)]
+
+    shards = of("dp_shard", "cp")
+    replicas = of("dp_replicate") if zero else of("dp_replicate", "dp_shard", "cp")
+    place = shards.index(rank) // ep * ep
+    return Groups(
+        pp=group("pp", of("pp")),
+        replicate=group(replicate_axis, replicas),
+        shard=group(shard_axis, shards) if zero else None,
+        expert_replicate=group(replicate_axis, same_experts(replicas)),
+        expert_shard=group(shard_axis, same_experts(shards)) if zero else None,
+        cp=group("cp", of("cp")),
+        tp=group("tp", of("tp")),
+        ep=group("ep", shards[place : place + ep]),
     )

@@ -64,6 +64,11 @@ class Mesh:
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
+    def expert_rank(self, rank: int, ep: int) -> int:
+        """Its place in an expert-parallel group: ep is the innermost part of dp_shard × cp."""
+        at = self.coordinates(rank)
+        return (at["dp_shard"] * self.cp + at["cp"]) % ep
+
     def __str__(self) -> str:
         axes = [f"{axis} {degree}" for axis, degree in zip(AXES, self.shape, strict=True) if degree > 1]
         return " × ".join(axes) or "one rank"

@@ -16,7 +16,7 @@ import socket
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fivefold.config.tree import Checkpoint
+from fivefold.parallel.local import Piece
 from fivefold.trainer import shelf
 from fivefold.trainer.shelf import CheckpointError
-from fivefold.trainer.snapshot import HostMemory, SavePlanner, local
+from fivefold.trainer.snapshot import HostMemory, LoadPlanner, SavePlanner, local
 from fivefold.trainer.storage import CheckpointWriter, Stored
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: dict[str, Tensor],
+        state: Mapping[str, Tensor | Piece],
         counters: dict[str, Any],
         config_text: str,
         *,
@@ -80,7 +81,7 @@ class Checkpointer:
     ) -> None:
         """Saves `state` as step-`step`. Replaces a checkpoint of the same step.
 
-        `state` maps global names to DTensors or to plain tensors. Plain ones are replicas: ranks that hold
+        `state` maps global names to pieces, DTensors or plain tensors. Plain ones are replicas: ranks that hold
         the same name hold the same value (pipeline stages hold different names). `counters` is small and
         JSON-able. Asynchronous: returns once the tensors are copied, and `wait` tells how it went; otherwise
         returns when the checkpoint is durable and visible. Waits for an earlier save first and raises its
@@ -128,7 +129,7 @@ class Checkpointer:
     def load(
         self,
         path: Path,
-        state: dict[str, Tensor],
+        state: Mapping[str, Tensor | Piece],
         accept: Callable[[dict[str, Any]], None] = lambda counters: None,
     ) -> dict[str, Any]:
         """Fills the tensors of `state` in place from the checkpoint `path`; returns the counters saved there.
@@ -158,7 +159,7 @@ class Checkpointer:
                     dict(state),
                     storage_reader=FileSystemReader(path),
                     process_group=self._group,
-                    planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                    planner=LoadPlanner(),
                 )
         except CheckpointException as error:
             raise CheckpointError(f"{path} could not be loaded: {_causes(error)}") from None
@@ -243,7 +244,7 @@ class Checkpointer:
 
     def _write(
         self,
-        state: dict[str, Tensor],
+        state: Mapping[str, Tensor | Piece],
         writer: CheckpointWriter,
         planner: SavePlanner,
         partial: Path,
@@ -268,7 +269,7 @@ class Checkpointer:
             except OSError as error:
                 logger.warning("an old checkpoint could not be removed: %s", error)
 
-    def _unasked(self, stored: Stored, state: dict[str, Tensor]) -> list[str]:
+    def _unasked(self, stored: Stored, state: Mapping[str, Tensor | Piece]) -> list[str]:
         """The stored names that no rank asks for (each pipeline stage asks for others)."""
         names = sorted(stored.tensors)
         asked = torch.tensor([name in state for name in names], dtype=torch.uint8)

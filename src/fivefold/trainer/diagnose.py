@@ -29,7 +29,6 @@ def first_non_finite(model: ParallelModel, micro_batches: Sequence[MicroBatch]) 
     in backward, and the last parameter in forward order whose gradient is not finite was the first reached.
     """
     found = _in_forward(model.module, micro_batches) or _in_gradients(model)
-    model.data.drop_gathered()
     findings: list[Finding | None] = [found]
     if dist.is_initialized():
         findings = [None] * dist.get_world_size()

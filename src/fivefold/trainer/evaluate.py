@@ -15,8 +15,7 @@ def evaluate(model: ParallelModel, shares: Iterable[Sequence[MicroBatch]], agree
     with torch.no_grad():
         for micro_batch in (micro_batch for share in shares for micro_batch in share):
             loss = model.module(micro_batch.inputs)
-            loss_sum += loss.item()
-            counted += micro_batch.loss_tokens
-    model.data.drop_gathered()
+            loss_sum += loss.item() * model.counts_results
+            counted += micro_batch.loss_tokens * model.counts_tokens
     loss_sum, counted = agreement.sum(loss_sum, counted)
     return loss_sum / max(counted, 1.0)

@@ -20,7 +20,7 @@ from fivefold.observe.metrics import StepMetrics
 from fivefold.observe.observer import Observer
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.local import load
-from fivefold.parallel.mesh import device_mesh
+from fivefold.parallel.mesh import groups
 from fivefold.spec.batch import BatchPlan
 from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
@@ -59,8 +59,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
-        mesh = device_mesh(self.resolved.mesh, session.device)
-        model = parallelize(self.resolved, mesh, session.device)
+        layout = config.parallel
+        on_axes = groups(self.resolved.mesh, layout.ep, layout.zero, session.rank)
+        model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
             LocalOptimizer(config.optimizer, model.parameters),
@@ -106,11 +107,13 @@ class Loop:
         if scale and self._has_loss_scale:  # what other types store or need says nothing about fp16's
             self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
         self.saved_step = self.counters.step
+        self.model.data.updated()
 
     def start_from(self, weights: HubWeights) -> None:
         """Takes published weights instead of initial values; each rank reads its own parts."""
         for parameter in self.model.parameters:
             load(parameter, weights)
+        self.model.data.updated()
 
     def run(self) -> str:
         """Trains until the last step or until a stop is agreed; returns how it ended."""
@@ -164,14 +167,22 @@ class Loop:
         """This start's first step, with memory by category told afterwards."""
         self.profiled = True
         found: list[MemoryByCategory] = []
-        module, optimizer = self.model.module, self.stepper.optimizer.torch
-        saved = SavedActivations([*module.parameters(), *module.buffers()])
+        model, optimizer = self.model, self.stepper.optimizer
+        saved = SavedActivations([*model.data.tensors(), *model.module.buffers()])
         with saved as activations, self.session.profiled():
             result = self.stepper.step(
                 share,
                 learning_rate,
                 flags,
-                lambda _: found.append(memory_by_category([module], [optimizer], activations.peak_bytes)),
+                lambda _: found.append(
+                    memory_by_category(
+                        parameters=model.data.tensors(),
+                        gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
+                        optimizer=optimizer.state_tensors(),
+                        buffers=model.module.buffers(),
+                        activations=activations.peak_bytes,
+                    )
+                ),
             )
         self.observer.memory(found[0])
         return result
@@ -256,7 +267,7 @@ class Loop:
         """Tokens the model continues `prompt` with. Collective: every rank draws the same."""
         config = self.resolved.config
         with self.session.recorder.paused(), torch.no_grad():
-            tokens = generate(
+            return generate(
                 self.model.module,
                 prompt,
                 count,
@@ -265,5 +276,3 @@ class Loop:
                 top_k=40,
                 seed=config.run.seed,
             )
-            self.model.data.drop_gathered()
-            return tokens

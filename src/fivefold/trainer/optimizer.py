@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from fivefold.config.tree import Optimizer
-from fivefold.parallel.local import LocalParameter
+from fivefold.parallel.local import LocalParameter, Piece
 
 
 class LocalOptimizer:
-    """AdamW or SGD on plain local tensors: fused AdamW on DTensors is eight times slower on a CPU.
+    """AdamW or SGD on plain local tensors.
 
     State names are the field's own (`exp_avg`, `exp_avg_sq`, `momentum_buffer`); the update count is one
     number for all parameters and lives in the run's counters.
@@ -39,8 +39,6 @@ class LocalOptimizer:
 
     def step(self, learning_rate: float, scale: float) -> None:
         """One update with the gradients times `scale` (the clip coefficient)."""
-        for parameter in self.parameters:
-            parameter.value.grad = parameter.gradient()
         gradients = [p.value.grad for p in self.parameters if p.value.grad is not None]
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
@@ -48,15 +46,15 @@ class LocalOptimizer:
             group["lr"] = learning_rate
         self.torch.step()
 
-    def clear_gradients(self) -> None:
-        """Drops the gradients; the next backward makes new ones."""
-        for parameter in self.parameters:
-            parameter.value.grad = parameter.held.grad = None
+    def state_tensors(self) -> list[Tensor]:
+        """Everything it keeps between steps."""
+        kept = [self.torch.state[parameter.value] for parameter in self.parameters]
+        return [value for state in kept for value in state.values() if isinstance(value, Tensor)]
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Piece]:
         """Moments by global name, laid out like the parameters and sharing storage with the live ones."""
         return {
-            f"{parameter.spec.name}.{name}": parameter.like_held(self.torch.state[parameter.value][name])
+            f"{parameter.spec.name}.{name}": parameter.piece(self.torch.state[parameter.value][name])
             for parameter in self.parameters
             for name in self._moments
         }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from fivefold.parallel.local import Piece
 from fivefold.trainer.shelf import CheckpointError
 from fivefold.trainer.storage import kind
 
@@ -67,6 +68,19 @@ class SavePlanner(DefaultSavePlanner):
         return self.locals[index.fqn]
 
 
-def local(tensor: Tensor) -> Tensor:
+class LoadPlanner(DefaultLoadPlanner):
+    """torch's plan of who reads what, which fills pieces, too."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        found = self.state_dict[index.fqn]
+        return found.local if isinstance(found, Piece) else super().lookup_tensor(index)
+
+
+def local(tensor: Tensor | Piece) -> Tensor:
     """What this rank holds of a tensor."""
+    if isinstance(tensor, Piece):
+        return tensor.local
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from fivefold.parallel.apply import ParallelModel
+from fivefold.parallel.local import Piece
 from fivefold.trainer.optimizer import LocalOptimizer
 
 
@@ -38,9 +39,9 @@ class Counters:
         return asdict(self)
 
 
-def tensors(model: ParallelModel, optimizer: LocalOptimizer) -> dict[str, Tensor]:
+def tensors(model: ParallelModel, optimizer: LocalOptimizer) -> dict[str, Tensor | Piece]:
     """Every tensor of the run's state by global name, each sharing storage with the live one."""
-    found: dict[str, Tensor] = {f"model.{p.spec.name}": p.held.detach() for p in model.parameters}
+    found: dict[str, Tensor | Piece] = {f"model.{p.spec.name}": p.piece(p.value) for p in model.parameters}
     found |= {f"model.{name}": buffer for name, buffer in model.module.named_buffers()}
     found |= {f"optimizer.{name}": moment for name, moment in optimizer.state().items()}
     return found

@@ -70,16 +70,22 @@ class Stepper:
             inspect: sees the model when gradients are whole and parameters still the old ones.
         """
         with self.recorder.phase("step"), self.clock.measure("communication"):
-            counted = sum(batch.loss_tokens for batch in micro_batches)
+            counted = sum(batch.loss_tokens for batch in micro_batches) * self.model.counts_tokens
             loss_tokens, *agreed = self.agreement.sum(counted, *flags)
+        self.model.data.begin_step()
         loss_sum = 0.0
         for index, batch in enumerate(micro_batches):
             self.model.data.begin_micro_step(last=index == len(micro_batches) - 1)
             loss_sum += self._forward_backward(batch, max(loss_tokens, 1.0))
+        with self.recorder.phase("gradient"), self.clock.measure("communication"):
+            self.model.reduce_gradients()
         with self.recorder.phase("step"), self.clock.measure("communication"):
             square = local_square_norm(self.model.parameters)
             counts = self.model.module.take_counts()
-            loss_sum, square, *counts = self.agreement.sum(loss_sum, square, *counts)
+            once = self.model.counts_results
+            loss_sum, square, *counts = self.agreement.sum(
+                loss_sum if once else 0.0, square, *(count * once for count in counts)
+            )
         grad_norm = sqrt(square) / self.loss_scale.value
         if inspect is not None:
             inspect(self.model)
@@ -89,10 +95,12 @@ class Stepper:
                 scale = clip_coefficient(grad_norm, self.clip) / self.loss_scale.value
                 self.optimizer.step(learning_rate, scale)
                 self.model.module.balance(counts)
+            with self.recorder.phase("optimizer"), self.clock.measure("communication"):
+                self.model.data.updated()
         else:
             with self.recorder.paused():
                 skipped = first_non_finite(self.model, micro_batches)
-        self.optimizer.clear_gradients()
+        self.model.data.clear_gradients()
         loss = loss_sum / max(loss_tokens, 1.0)
         result = StepResult(loss, int(loss_tokens), grad_norm, skipped, self.loss_scale.value, agreed)
         self.loss_scale.update(skipped is not None)
@@ -107,6 +115,7 @@ class Stepper:
                 loss: Tensor = self.model.module(batch.inputs, per_sequence)
             with self.recorder.phase("backward"):
                 (loss * self.loss_scale.value / loss_tokens).backward()  # type: ignore[no-untyped-call]
+                self.model.data.end_micro_step()
             loss_sum = loss.item()
         self.clock.move(self.recorder.waited_seconds - waited, "compute", "communication")
         return loss_sum

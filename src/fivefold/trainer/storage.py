@@ -18,7 +18,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fivefold.parallel.local import Piece
 from fivefold.trainer import shelf
 from fivefold.trainer.shelf import SUMS, CheckpointError
 
@@ -256,7 +257,7 @@ class Stored:
                 problems.append(f"{path} cannot be read: {error.strerror}")
         return problems
 
-    def differences(self, state: dict[str, Tensor], unasked: list[str]) -> list[str]:
+    def differences(self, state: Mapping[str, Tensor | Piece], unasked: list[str]) -> list[str]:
         """One line for each tensor that is not both stored and asked for, with the same shape and dtype."""
         problems = [f"{self.path} holds {name}, which this run does not have" for name in unasked]
         for name, tensor in state.items():

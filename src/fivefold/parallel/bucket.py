@@ -1,0 +1,259 @@
+"""Parameters that data parallel gathers and reduces as one piece."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from fivefold.spec.parts import shard_range, sharded_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a bucket is spread.
+
+    Attributes:
+        shard: ranks that ZeRO splits its rows over; None = every rank keeps all.
+        replicate: ranks that keep the same rows.
+        zero: the stage.
+        compute: type of what forward sees.
+        master: type of what the optimizer updates, and of sums of gradients.
+    """
+
+    shard: ProcessGroup | None
+    replicate: ProcessGroup | None
+    zero: int
+    compute: torch.dtype
+    master: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A parameter's place in its bucket.
+
+    Attributes:
+        parameter: the module's own, of all ranks' rows.
+        storage: what it is a view of, flat, filled up to a multiple of the shards.
+        value: this rank's shard.
+        each: elements of one shard, filled up.
+        offset: of them in a rank's piece.
+        lead: product of the dims before the one that is split.
+    """
+
+    parameter: nn.Parameter
+    storage: Tensor
+    value: nn.Parameter
+    each: int
+    offset: int
+    lead: int
+
+    def by_shard(self, flat: Tensor, shards: int) -> Tensor:
+        """All of the parameter, filled up, as `[shards, lead, rest]`."""
+        return flat.view(self.lead, shards, self.each // self.lead).transpose(0, 1)
+
+    def of(self, pieces: Tensor) -> Tensor:
+        """Its place in `[shards, piece]`, as `[shards, lead, rest]`."""
+        own = pieces[:, self.offset : self.offset + self.each]
+        return own.view(len(pieces), self.lead, self.each // self.lead)
+
+
+class Bucket:
+    """Some parameters of a module on one rank.
+
+    A gathered bucket is `[shards, piece]`, a rank's piece being its rows of every parameter one after the other.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], division: Division, device: torch.device) -> None:
+        self.division = division
+        self.shards = division.shard.size() if division.shard else 1
+        self.index = division.shard.rank() if division.shard else 0
+        self.gathers = division.shard is not None
+        self._slots: list[_Slot] = []
+        apart = self.gathers or division.compute != division.master
+        self._piece = torch.zeros(
+            sum(map(self._each, shapes)) if apart else 0, dtype=division.master, device=device
+        )
+        offset = 0
+        for shape in shapes:
+            each, dim = self._each(shape), sharded_dim(shape, self.shards)
+            storage = torch.empty(self.shards * each, dtype=division.compute, device=device)
+            parameter = nn.Parameter(storage[: prod(shape)].view(shape))
+            parameter.grad_dtype = division.master
+            if self.gathers:
+                storage.untyped_storage().resize_(0)
+            value = parameter
+            if apart:
+                start, stop = shard_range(shape[dim], self.shards, self.index)
+                own = (*shape[:dim], stop - start, *shape[dim + 1 :])
+                value = nn.Parameter(self._piece[offset : offset + prod(own)].view(own))
+            self._slots.append(_Slot(parameter, storage, value, each, offset, prod(shape[:dim])))
+            offset += each
+        self._length = offset
+        self._gathered: Tensor | None = None
+        self._gathering: dist.Work | None = None
+        self._is_whole = not self.gathers
+        self._sent: Tensor | None = None
+        self._reducing: dist.Work | None = None
+        self._reduced: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self._arrived = 0
+        self._is_reduced = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [slot.parameter for slot in self._slots]
+
+    @property
+    def values(self) -> list[nn.Parameter]:
+        return [slot.value for slot in self._slots]
+
+    # Parameters
+
+    def refresh(self, *, gather: bool) -> None:
+        """Follows a change of the values: casts them, or gathers them at once, or leaves that to their use."""
+        if self.gathers:
+            self._is_whole = False
+            if gather:
+                self.start_gather()
+        elif len(self._piece):
+            for slot in self._slots:
+                slot.parameter.data.copy_(slot.value.data)
+
+    def start_gather(self) -> None:
+        """Begins to gather every rank's rows, unless they are here or on their way."""
+        if self._is_whole or self._gathering is not None:
+            return
+        own = self._piece.to(self.division.compute)
+        self._gathered = own.new_empty(self.shards * self._length)
+        self._gathering = dist.all_gather_single(
+            self._gathered, own, group=self.division.shard, async_op=True
+        )
+
+    def ready(self) -> None:
+        """Waits until the parameters are whole."""
+        if self._is_whole:
+            return
+        self.start_gather()
+        assert self._gathering is not None
+        assert self._gathered is not None
+        self._gathering.wait()
+        gathered = self._gathered.view(self.shards, self._length)
+        for slot in self._slots:
+            slot.storage.untyped_storage().resize_(slot.storage.numel() * slot.storage.element_size())
+            # .data: what backward checks for changes in place must not count this one
+            slot.by_shard(slot.storage.data, self.shards).copy_(slot.of(gathered))
+        self._gathering = self._gathered = None
+        self._is_whole = True
+
+    def drop(self) -> None:
+        """Frees the gathered parameters, if zero says so."""
+        if not self.gathers or self.division.zero < 3:
+            return
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = self._gathered = None
+        for slot in self._slots:
+            slot.storage.untyped_storage().resize_(0)
+        self._is_whole = False
+
+    # Gradients
+
+    def on_complete(self, call: Callable[["Bucket"], None]) -> None:
+        """Calls back, in backward, when every parameter has its gradient."""
+
+        def arrived(_parameter: Tensor) -> None:
+            self._arrived += 1
+            if self._arrived == len(self._slots):
+                call(self)
+
+        for slot in self._slots:
+            slot.parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Before a backward."""
+        self._arrived, self._is_reduced = 0, False
+
+    def is_due(self, last: bool) -> bool:
+        """Whether gradients are reduced after this backward: zero 2 and 3 hold them in shards, so after each."""
+        return not self._is_reduced and (last or (self.gathers and self.division.zero >= 2))
+
+    def reduce(self) -> None:
+        """Begins to sum the gradients: over the shards, or over the replicas where nothing is split."""
+        self._is_reduced = True
+        if self.gathers:
+            self._sent = self._rank_major()
+            self._reduced = self._sent.new_empty(self._length)
+            self._reducing = dist.reduce_scatter_single(
+                self._reduced, self._sent.view(-1), group=self.division.shard, async_op=True
+            )
+        elif self.division.replicate is not None:
+            self._gradient = torch.cat([_gradient(slot.parameter).flatten() for slot in self._slots])
+            self._forget()
+            self._reducing = dist.all_reduce(self._gradient, group=self.division.replicate, async_op=True)
+
+    def accumulate(self) -> None:
+        """After a backward: adds what it has reduced to what the step has so far."""
+        if self._reducing is None:
+            return
+        self._reducing.wait()
+        self._reducing = None
+        if self._reduced is not None:
+            self._gradient = self._reduced if self._gradient is None else self._gradient.add_(self._reduced)
+            self._sent = self._reduced = None
+
+    def reduce_replicas(self) -> None:
+        """Begins to sum the shards' gradients over the ranks that hold the same rows."""
+        if self.gathers and self.division.replicate is not None:
+            self._reducing = dist.all_reduce(self._gradient, group=self.division.replicate, async_op=True)
+
+    def finish(self) -> None:
+        """Waits, and gives every value its gradient."""
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
+        for slot in self._slots:
+            if self._gradient is None:
+                slot.value.grad = slot.parameter.grad
+            else:
+                own = self._gradient[slot.offset : slot.offset + slot.value.numel()]
+                slot.value.grad = own.view(slot.value.shape)
+
+    def clear(self) -> None:
+        """Drops the gradients."""
+        self._gradient = None
+        for slot in self._slots:
+            slot.parameter.grad = slot.value.grad = None
+
+    def _each(self, shape: tuple[int, ...]) -> int:
+        """Elements of one shard of a parameter, filled up."""
+        dim = sharded_dim(shape, self.shards)
+        return -(-shape[dim] // self.shards) * (prod(shape) // max(shape[dim], 1))
+
+    def _forget(self) -> None:
+        for slot in self._slots:
+            slot.parameter.grad = None
+
+    def _rank_major(self) -> Tensor:
+        """The gradients as `[shards, piece]`, filled up with zeros; the parameters' own are freed."""
+        sent = torch.zeros(self.shards, self._length, dtype=self.division.master, device=self._piece.device)
+        for slot in self._slots:
+            gradient, place = _gradient(slot.parameter).flatten(), slot.of(sent)
+            if slot.lead > 1:
+                place.copy_(slot.by_shard(gradient, self.shards))
+                continue
+            whole, rest = divmod(len(gradient), max(slot.each, 1))
+            place[:whole, 0].copy_(gradient[: whole * slot.each].view(whole, slot.each))
+            if rest:
+                place[whole, 0, :rest].copy_(gradient[whole * slot.each :])
+        self._forget()
+        return sent
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return (
+        torch.zeros_like(parameter, dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad
+    )

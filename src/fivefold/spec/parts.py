@@ -1,0 +1,88 @@
+"""Which part of each parameter a rank holds: the layout table, put to a mesh and a rank."""
+
+from math import prod
+from typing import NamedTuple
+
+from fivefold.config.tree import Model
+from fivefold.spec.layout import Owned, Placement, Split, placements
+from fivefold.spec.legal import units
+from fivefold.spec.mesh import Mesh
+from fivefold.spec.parameters import Parameter
+
+
+class Part(NamedTuple):
+    """A box of a whole parameter: along each dim where it starts, and how far it reaches (0 = holds nothing)."""
+
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def narrow(self, dim: int, start: int, stop: int) -> "Part":
+        """From `start` to `stop` along a dim, counted within the part."""
+        starts, shape = list(self.starts), list(self.shape)
+        starts[dim] += start
+        shape[dim] = stop - start
+        return Part(tuple(starts), tuple(shape))
+
+
+def whole(parameter: Parameter) -> Part:
+    """All of a parameter."""
+    return Part((0,) * len(parameter.shape), parameter.shape)
+
+
+def part_of(model: Model, parameter: Parameter, mesh: Mesh, ep: int, rank: int) -> Part:
+    """What tensor and expert parallel leave to `rank`; ZeRO splits its rows further."""
+    starts, shape = list(whole(parameter).starts), list(parameter.shape)
+    for axis, placement in placements(model, parameter.name).items():
+        degree = ep if axis == "ep" else getattr(mesh, axis)
+        index = mesh.expert_rank(rank, ep) if axis == "ep" else mesh.coordinates(rank)[axis]
+        first, last = _run(units(model, placement.unit), placement, degree, index)
+        width = parameter.shape[placement.dim] // units(model, placement.unit)
+        starts[placement.dim], shape[placement.dim] = first * width, (last - first) * width
+    return Part(tuple(starts), tuple(shape))
+
+
+def _run(count: int, placement: Placement, degree: int, index: int) -> tuple[int, int]:
+    """The units that rank `index` of `degree` holds, first and one past the last."""
+    if isinstance(placement, Split) and placement.replicable and degree > count:
+        unit = index * count // degree
+        return unit, unit + 1
+    each = -(-count // degree)
+    return min(index * each, count), min((index + 1) * each, count)
+
+
+def sharded_dim(shape: tuple[int, ...], shards: int) -> int:
+    """The dim that ZeRO splits: rows; of matrices of experts, where only the matrices' rows divide, those."""
+    return int(len(shape) == 3 and shape[0] % shards != 0 and shape[1] % shards == 0)
+
+
+def shard_range(size: int, shards: int, index: int) -> tuple[int, int]:
+    """What shard `index` of `shards` holds of a dim, first and one past the last: as much each, the last ones less."""
+    each = -(-size // shards)
+    return min(index * each, size), min((index + 1) * each, size)
+
+
+def is_expert(model: Model, parameter: Parameter) -> bool:
+    """Whether expert parallel divides the parameter."""
+    return isinstance(placements(model, parameter.name).get("ep"), Owned)
+
+
+def tensor_copies(model: Model, parameter: Parameter, tp: int) -> int:
+    """How many ranks of a tensor-parallel group hold the same part."""
+    placement = placements(model, parameter.name).get("tp")
+    if placement is None:
+        return tp
+    if isinstance(placement, Split) and placement.replicable:
+        return max(1, tp // units(model, placement.unit))
+    return 1
+
+
+def copies(model: Model, parameter: Parameter, mesh: Mesh, ep: int, zero: int) -> int:
+    """How many ranks of the run hold the same part; a copy that a tied head keeps on another stage counts."""
+    shards = mesh.dp_shard * mesh.cp // (ep if is_expert(model, parameter) else 1)
+    found = mesh.dp_replicate * (1 if zero else shards) * tensor_copies(model, parameter, mesh.tp)
+    tied_apart = model.tied and mesh.pp > 1 and parameter.name == "embedding.weight"
+    return found * (2 if tied_apart else 1)
