@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fivefold.config.tree import Config
-from fivefold.nn.dropout import _mix, _signed, drop, dropped, site_number, step_key, token_keys
+from fivefold.nn.dropout import _mix, _signed, drop, dropped, site_keys, site_number, step_key, token_keys
 from fivefold.nn.generate import generate
 from fivefold.nn.inputs import Inputs
 from fivefold.parallel.apply import parallelize
@@ -34,7 +34,7 @@ def mask(
 ) -> Tensor:
     """`[rows, length, 96]`."""
     keys = token_keys(step_key(seed, step), torch.arange(rows), torch.arange(length))
-    return dropped(keys, site, p, 0, 96)
+    return dropped(site_keys(keys, site), p, 0, 96)
 
 
 def test_the_mixer_is_the_published_one() -> None:
@@ -48,12 +48,12 @@ def test_the_mixer_is_the_published_one() -> None:
 def test_any_part_can_be_computed_alone() -> None:
     key = step_key(5, 17)
     rows, positions = torch.arange(6), torch.arange(40)
-    whole = dropped(token_keys(key, rows, positions), 4, 0.3, 0, 50)
+    whole = dropped(site_keys(token_keys(key, rows, positions), 4), 0.3, 0, 50)
     generator = torch.Generator().manual_seed(0)
     for start, stop in ((0, 50), (3, 4), (7, 33), (48, 50), (16, 16)):
         some_rows = torch.randperm(6, generator=generator)[:3]
         some_positions = torch.randperm(40, generator=generator)[:11]
-        part = dropped(token_keys(key, some_rows, some_positions), 4, 0.3, start, stop)
+        part = dropped(site_keys(token_keys(key, some_rows, some_positions), 4), 0.3, start, stop)
         assert torch.equal(part, whole[some_rows][:, some_positions, start:stop])
 
 
@@ -93,13 +93,13 @@ def test_masks_are_independent() -> None:
 
 
 def test_what_is_kept_is_scaled_to_the_same_mean() -> None:
-    keys = token_keys(step_key(0, 0), torch.arange(16), torch.arange(256))
+    keys = site_keys(token_keys(step_key(0, 0), torch.arange(16), torch.arange(256)), 1)
     x = torch.full((16, 256, 64), 2.0, dtype=torch.float64)
-    found = drop(x, keys, 1, 0.25)
+    found = drop(x, keys, 0.25)
     assert set(found.unique().tolist()) == {0.0, 2.0 / 0.75}
     assert found.mean().item() == pytest.approx(2.0, abs=5 * 2 * sqrt(0.25 / 0.75 / x.numel()))
-    assert torch.equal(found == 0.0, dropped(keys, 1, 0.25, 0, 64))
-    assert drop(x, None, 1, 0.25) is x
+    assert torch.equal(found == 0.0, dropped(keys, 0.25, 0, 64))
+    assert drop(x, None, 0.25) is x
 
 
 def test_evaluation_and_generation_drop_nothing() -> None:
@@ -132,8 +132,8 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-def trained(ranks: Ranks, config: Config, world_size: int) -> dict[str, Any]:
-    results = ranks.run(train_on_ranks, config, world_size=world_size)
+def trained(ranks: Ranks, config: Config, world_size: int, timeout: float = 60.0) -> dict[str, Any]:
+    results = ranks.run(train_on_ranks, config, world_size=world_size, timeout=timeout)
     check_replicas(results)
     return results[0]  # type: ignore[no-any-return]
 

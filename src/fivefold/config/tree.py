@@ -390,16 +390,26 @@ class Log(Section, frozen=True):
 
 
 class Machine(Section, frozen=True):
-    """Choices made by measurement on rank 0 at the first start, kept here and re-used on resume."""
+    """How the machine is used; what is measured, on rank 0 at the first start, is kept here and re-used on resume."""
 
     matmul: Annotated[
         Literal["measure", "highest", "high", "medium"],
-        Meta(description="float32 matmul precision handed to torch; measure = fastest with float32's error."),
+        Meta(
+            description="float32 matmul precision handed to torch; measure = fastest with float32's error. On NVIDIA "
+            "GPUs high and medium are TF32."
+        ),
     ] = "measure"
     malloc: Annotated[
         Literal["measure", "default", "keep"],
         Meta(description="keep = glibc keeps freed activations instead of returning them to the kernel."),
     ] = "measure"
+    compile: Annotated[
+        bool,
+        Meta(description="Training runs decoder layers through torch.compile; needs a C++ compiler."),
+    ] = False
+    cudnn_autotune: Annotated[
+        bool, Meta(description="On NVIDIA GPUs cuDNN times its algorithms at the first call of each shape.")
+    ] = False
     peak_flops: Annotated[
         float, Meta(ge=0.0, description="FLOP/s of one rank that MFU is stated against; 0 = measure.")
     ] = 0.0

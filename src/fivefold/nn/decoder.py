@@ -1,5 +1,6 @@
 """The decoder: embedding, layers, final norm, head and loss."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from fivefold.config.tree import Model
 from fivefold.nn.attention import Attention, Segments
-from fivefold.nn.dropout import drop, site_number, token_keys
+from fivefold.nn.dropout import drop, site_keys, site_number, token_keys
 from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
 from fivefold.nn.inputs import Inputs
@@ -32,6 +33,7 @@ class DecoderLayer(nn.Module):
         else:
             self.feed_forward = make_feed_forward(model, model.ffn)
         self.run = recompute.layer(self._run)
+        self.compiled: Callable[..., tuple[Tensor, Routing | None]] | None = None
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, segments: Segments, keys: Tensor | None = None
@@ -41,19 +43,28 @@ class DecoderLayer(nn.Module):
         Args:
             keys: `dropout.token_keys`, `[batch, sequence]`; None = no dropout.
         """
-        return self.run(x, rotary, segments, keys)
+        sites = [
+            None if keys is None else site_keys(keys, site_number(self.index, branch)) for branch in (0, 1)
+        ]
+        run = self.compiled if self.compiled is not None and torch.is_grad_enabled() else self.run
+        return run(x, rotary, segments, *sites)
 
     def _run(
-        self, x: Tensor, rotary: Rotary | None, segments: Segments, keys: Tensor | None
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        segments: Segments,
+        attention_keys: Tensor | None,
+        feed_forward_keys: Tensor | None,
     ) -> tuple[Tensor, Routing | None]:
         branch = self.attention(self.attention_norm(x), rotary, segments)
-        x = x + drop(branch, keys, site_number(self.index, 0), self.dropout)
+        x = x + drop(branch, attention_keys, self.dropout)
         inner, routing = self.feed_forward_norm(x), None
         if hasattr(self, "experts"):
             inner, routing = self.experts(inner)
         else:
             inner = self.feed_forward(inner)
-        return x + drop(inner, keys, site_number(self.index, 1), self.dropout), routing
+        return x + drop(inner, feed_forward_keys, self.dropout), routing
 
 
 class Decoder(nn.Module):
@@ -96,7 +107,8 @@ class Decoder(nn.Module):
         keys = None
         if self.model.dropout and inputs.dropout_key is not None:
             keys = token_keys(inputs.dropout_key, inputs.row_numbers(), positions)
-        x = drop(self._embedded(inputs.tokens, positions), keys, 0, self.model.dropout)
+        x = self._embedded(inputs.tokens, positions)
+        x = drop(x, None if keys is None else site_keys(keys, 0), self.model.dropout)
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}
         for index, layer in self.layers.items():
@@ -113,6 +125,13 @@ class Decoder(nn.Module):
             imbalances = torch.stack([routing.imbalance for routing in routings.values()])
             loss = with_gradient_of(loss, weight * imbalances.sum())
         return loss
+
+    def compile_layers(self) -> None:
+        """Training passes, whose shapes stay, go through torch.compile; all layers share what it makes.
+        Evaluation and generation do not."""
+        for layer in self.layers.values():
+            assert isinstance(layer, DecoderLayer)
+            layer.compiled = torch.compile(layer.run, dynamic=False)
 
     def take_counts(self) -> list[float]:
         """How often each expert of each layer was chosen since this was last asked, for `balance`.

@@ -53,35 +53,39 @@ def site_number(layer: int, branch: int) -> int:
     return 1 + 2 * layer + branch
 
 
-def dropped(keys: Tensor, site: int, probability: float, start: int, stop: int) -> Tensor:
+def site_keys(keys: Tensor, site: int) -> Tensor:
+    """Keys of the tokens at one site, of their keys in the step; `[batch, sequence]`, int64, both."""
+    return _mix(keys + _signed(site * _GAMMA))
+
+
+def dropped(keys: Tensor, probability: float, start: int, stop: int) -> Tensor:
     """Which of the features `start` … `stop` of the tokens are dropped at a site.
 
     Args:
-        keys: `token_keys`, `[batch, sequence]`.
+        keys: `site_keys`, `[batch, sequence]`.
         probability: taken to the nearest multiple of 2^-16.
 
     Returns:
         `[batch, sequence, stop - start]`, bool.
     """
     first, last = start // _FEATURES, -(-stop // _FEATURES)
-    streams = _mix(keys + _signed(site * _GAMMA))
     counter = torch.arange(first + 1, last + 1, device=keys.device).mul_(_signed(_GAMMA))
-    numbers = _mix(streams.unsqueeze(-1) + counter)  # [batch, sequence, last - first]
+    numbers = _mix(keys.unsqueeze(-1) + counter)  # [batch, sequence, last - first]
     levels = numbers.view(torch.int16)[..., start - first * _FEATURES : stop - first * _FEATURES]
     return levels < _threshold(probability) - _LEVELS // 2
 
 
-def drop(x: Tensor, keys: Tensor | None, site: int, probability: float) -> Tensor:
+def drop(x: Tensor, keys: Tensor | None, probability: float) -> Tensor:
     """`x` with features dropped and the others scaled up by what is kept on average; `x` itself without keys.
 
     Args:
         x: `[batch, sequence, features]`, all features.
-        keys: `token_keys`, or None.
+        keys: `site_keys`, or None.
     """
     if keys is None:
         return x
     scale = _LEVELS / (_LEVELS - _threshold(probability))
-    return (x * scale).masked_fill(dropped(keys, site, probability, 0, x.shape[-1]), 0.0)
+    return (x * scale).masked_fill(dropped(keys, probability, 0, x.shape[-1]), 0.0)
 
 
 def _threshold(probability: float) -> int:

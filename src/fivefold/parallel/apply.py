@@ -57,6 +57,8 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         initialize(parameter, config.run.seed)
     _zero_buffers(decoder, master_dtype(config.precision), device)
     data.updated()
+    if config.machine.compile:
+        decoder.compile_layers()
     at = resolved.mesh.coordinates(rank)
     return ParallelModel(
         decoder,
