@@ -237,9 +237,13 @@ class Precision(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """The update rule."""
 
-    name: Annotated[Literal["adamw", "sgd"], Meta(description="AdamW (fused) or SGD with momentum.")] = (
-        "adamw"
-    )
+    name: Annotated[
+        Literal["adamw", "sgd", "muon"],
+        Meta(
+            description="AdamW (fused), SGD with momentum, or Muon: the layers' matrices by Muon, the rest by AdamW, "
+            "with one learning rate."
+        ),
+    ] = "adamw"
     lr: Annotated[float, Meta(gt=0.0, description="Peak learning rate at the reference batch.")] = 3e-4
     lr_scaling: Annotated[
         Literal["none", "linear", "sqrt"],
@@ -250,7 +254,9 @@ class Optimizer(Section, frozen=True):
     ] = 0
     betas: Annotated[tuple[Decay, Decay], Meta(description="AdamW's decay rates.")] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0.0, description="AdamW's denominator offset.")] = 1e-8
-    momentum: Annotated[float, Meta(ge=0.0, lt=1.0, description="SGD's momentum.")] = 0.9
+    momentum: Annotated[
+        float, Meta(ge=0.0, lt=1.0, description="SGD's and Muon's momentum (Muon's usual: 0.95).")
+    ] = 0.9
     weight_decay: Annotated[float, Meta(ge=0.0, description="Decoupled decay of decayed parameters.")] = 0.1
     no_decay: Annotated[
         tuple[Role, ...], Meta(description="Roles of parameters without decay (see `spec.parameters`).")

@@ -105,7 +105,7 @@ class _Split:
             dim = sharded_dim(part.shape, bucket.shards)
             own = part.narrow(dim, *shard_range(part.shape[dim], bucket.shards, bucket.index))
             number = copies(config.model, spec, mesh, ep, zero)
-            self.held[spec.name] = LocalParameter(spec, own, value, number)
+            self.held[spec.name] = LocalParameter(spec, own, value, number, division.shard)
         return bucket
 
 

@@ -22,7 +22,8 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
-    moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
+    # Muon keeps one for matrices and two for the rest; counted as two for all, which is a little too much.
+    moments = {"adamw": 2, "muon": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     blocked = on.device.is_cpu and item >= 4
     blocked = blocked and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
     return Stack(

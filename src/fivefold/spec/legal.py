@@ -220,7 +220,8 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
 
 def check_trainable(resolved: Resolved) -> None:
     """Refuses what can be planned and is not trained yet."""
-    model, parallel, mesh = resolved.config.model, resolved.config.parallel, resolved.mesh
+    config, mesh = resolved.config, resolved.mesh
+    model, parallel = config.model, config.parallel
     lacking = {
         f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
@@ -230,6 +231,8 @@ def check_trainable(resolved: Resolved) -> None:
         f"parallel.tp = {mesh.tp}": mesh.tp > 1,
         f"parallel.ep = {parallel.ep}": parallel.ep > 1,
         f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
+        "optimizer.name = muon with tensor parallel": config.optimizer.name == "muon" and mesh.tp > 1,
+        "machine.compile with experts": config.machine.compile and model.experts.count > 0,
     }
     if used := [name for name, is_used in lacking.items() if is_used]:
         raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")

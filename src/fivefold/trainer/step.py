@@ -91,7 +91,7 @@ class Stepper:
             inspect(self.model)
         skipped = None
         if isfinite(loss_sum) and isfinite(grad_norm):
-            with self.clock.measure("compute"):
+            with self.recorder.phase("optimizer"), self.clock.measure("compute"):
                 scale = clip_coefficient(grad_norm, self.clip) / self.loss_scale.value
                 self.optimizer.step(learning_rate, scale)
                 self.model.module.balance(counts)
