@@ -141,7 +141,7 @@ def trained(ranks: Ranks, config: Config, world_size: int, timeout: float = 60.0
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_layouts_equal_one_process(ranks: Ranks, dtype: str) -> None:
     """Twelve rows on 1, 2 and 3 ranks, in micro-batches of 1, 2 and 4, under every zero and recompute mode."""
-    layouts: list[tuple[int, int, int, str]] = [  # ranks, micro-batch, zero, recompute
+    layouts: list[tuple[Any, ...]] = [  # ranks, micro-batch, zero, recompute, other axes
         (1, 4, 0, "none"),
         (1, 1, 0, "elementwise"),
         (2, 2, 0, "full"),
@@ -151,12 +151,13 @@ def test_layouts_equal_one_process(ranks: Ranks, dtype: str) -> None:
         (3, 2, 1, "elementwise"),
         (3, 4, 2, "none"),
         (3, 2, 3, "full"),
+        (2, 3, 0, "full", {"tp": 2}),
+        (2, 4, 0, "none", {"tp": 2, "sequence_parallel": True}),
     ]
     expected = None
-    for world_size, micro_batch, zero, recompute in layouts:
-        config = toy_config(
-            dtype=dtype, micro_batch=micro_batch, zero=zero, recompute=recompute, global_batch=12, steps=3
-        )
+    for world_size, micro_batch, zero, recompute, *axes in layouts:
+        layout = {"zero": zero, "recompute": recompute} | (axes[0] if axes else {})
+        config = toy_config(dtype=dtype, micro_batch=micro_batch, global_batch=12, steps=3, **layout)
         config = replace(config, model=DROPPING)
         expected = expected or reference(config)
         check(trained(ranks, config, world_size), expected, {"float64": 1e-12, "float32": 1e-5}[dtype])

@@ -66,7 +66,7 @@ def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: to
     x = torch.randn(batch, length, model.hidden, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         keys = dropping(length) if model.dropout else None
-        out, _ = block(x, tables, whole_rows(batch, length), keys)
+        out, _ = block(x, tables, whole_rows(batch, length), keys=keys)
     assert out.requires_grad
     return sum(size for pointer, (size, _) in seen.items() if pointer not in own)
 

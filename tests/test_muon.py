@@ -49,7 +49,8 @@ def steps_with_given_gradients(rank: int, world_size: int, config: Config) -> di
     """Three updates with gradients that every layout is given alike; state of the run, and traffic of the last."""
     recorder = start_group()
     resolved, parallel = resolve_config(config, world_size), config.parallel
-    model = parallelize(resolved, groups(resolved.mesh, parallel.ep, parallel.zero, rank), rank, CPU)
+    on_axes = groups(resolved.mesh, parallel.ep, parallel.zero, config.model.kv_heads, rank)
+    model = parallelize(resolved, on_axes, rank, CPU)
     optimizer = LocalOptimizer(config.optimizer, model.parameters)
     for step in range(3):
         for p in model.parameters:

@@ -49,30 +49,36 @@ MODEL = Model(layers=2, hidden=24, heads=4, kv_heads=2, ffn=40, vocab=50, init_s
 
 
 def toy_config(
-    *, global_batch: int = 12, micro_batch: int = 1, dtype: str = "float64", steps: int = 5, **parallel: Any
+    *,
+    global_batch: int = 12,
+    micro_batch: int = 1,
+    sequence: int = SEQUENCE,
+    dtype: str = "float64",
+    steps: int = 5,
+    **parallel: Any,
 ) -> Config:
     return Config(
         model=MODEL,
         parallel=Parallel(**parallel),
-        batch=Batch(global_batch=global_batch, micro_batch=micro_batch, sequence_length=SEQUENCE),
+        batch=Batch(global_batch=global_batch, micro_batch=micro_batch, sequence_length=sequence),
         precision=Precision(dtype=dtype),  # type: ignore[arg-type]
         optimizer=Optimizer(lr=3e-3, clip=0.5),
-        schedule=Schedule(warmup_tokens=2 * global_batch * SEQUENCE),
+        schedule=Schedule(warmup_tokens=2 * global_batch * sequence),
         run=Run(steps=steps, seed=7),
     )
 
 
 def global_batch(config: Config, step: int) -> Rows:
     """The whole batch of a step: rows packed from documents, and labels masked very unevenly (some rows have none)."""
-    rows, vocab = config.batch.global_batch, config.model.vocab
+    rows, vocab, length = config.batch.global_batch, config.model.vocab, config.batch.sequence_length
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(vocab, (rows, SEQUENCE), generator=generator)
-    labels = torch.randint(vocab, (rows, SEQUENCE), generator=generator)
-    kept = torch.randint(SEQUENCE + 1, (rows,), generator=generator)
-    kept[step % rows], kept[(step + 1) % rows] = 0, SEQUENCE
-    labels[torch.arange(SEQUENCE) >= kept.unsqueeze(1)] = -100
-    boundary = torch.randint(1, SEQUENCE, (rows, 1), generator=generator)
-    documents = (torch.arange(SEQUENCE) >= boundary).int() * (torch.arange(rows) % 3 > 0).int().unsqueeze(1)
+    tokens = torch.randint(vocab, (rows, length), generator=generator)
+    labels = torch.randint(vocab, (rows, length), generator=generator)
+    kept = torch.randint(length + 1, (rows,), generator=generator)
+    kept[step % rows], kept[(step + 1) % rows] = 0, length
+    labels[torch.arange(length) >= kept.unsqueeze(1)] = -100
+    boundary = torch.randint(1, length, (rows, 1), generator=generator)
+    documents = (torch.arange(length) >= boundary).int() * (torch.arange(rows) % 3 > 0).int().unsqueeze(1)
     return Rows(tokens, labels, documents)
 
 
@@ -99,8 +105,10 @@ def start_group(wrapped: bool = True) -> Recorder:
 
 
 def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
-    parallel, rank = resolved.config.parallel, dist.get_rank() if dist.is_initialized() else 0
-    model = parallelize(resolved, groups(resolved.mesh, parallel.ep, parallel.zero, rank), rank, CPU)
+    config, rank = resolved.config, dist.get_rank() if dist.is_initialized() else 0
+    layout = config.parallel
+    on_axes = groups(resolved.mesh, layout.ep, layout.zero, config.model.kv_heads, rank)
+    model = parallelize(resolved, on_axes, rank, CPU)
     optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
     clip, scale = resolved.config.optimizer.clip, LossScale.of(resolved.config.precision)
     return Stepper(model, optimizer, Agreement(CPU), recorder, StepClock(), scale, clip)

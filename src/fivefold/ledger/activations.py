@@ -8,7 +8,7 @@ feed-forward tensors), measured against autograd's storages.
 from typing import NamedTuple
 
 from fivefold.ledger.job import Job
-from fivefold.ledger.operations import Core, layer, routed_rows
+from fivefold.ledger.operations import LOSS_ELEMENTS, Core, layer, routed_rows
 
 BLOCK = 128  # queries of a block in nn/blocked_attention.py
 
@@ -148,7 +148,7 @@ def loss_chunk(job: Job) -> float:
         return 0.0
     vocab = -(-job.model.vocab // job.tp)
     wide = max(4, job.itemsize)
-    return float((1 << 22) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
+    return float(LOSS_ELEMENTS * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
 
 
 def embedding(job: Job) -> float:

@@ -23,6 +23,8 @@ class Stack:
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
+        shard_apart: zero 1 and 2 gather parameters into a copy besides the shard that is updated, in the type
+            they are gathered in (parallel/bucket.py).
         master: bytes of a parameter the optimizer updates.
         gather: bytes of a parameter on the wire, where parameters are gathered.
         gradient: bytes of an accumulated gradient.
@@ -46,6 +48,9 @@ class Stack:
         early_stop: full recompute of a layer ends before its last product, whose output nothing needs (torch's
             non-reentrant checkpoint).
         keep_gathered: sequence parallel keeps the gathered inputs of its matmuls, not their shards.
+        reruns_traffic: what recomputation receives again is in the rows, not only in its seconds.
+        sums_in_part: gradients that tensor-parallel ranks compute in part (norms, routers, replicated KV heads) are
+            summed in the rows.
         dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
             same kernel (DeepEP, HybridEP); otherwise once per expert.
         bucket_bytes: flat buffers that gradients and parameters pass through on the wire (DeepSpeed: two of 5e8
@@ -59,6 +64,7 @@ class Stack:
     compiled: bool = False
     dropout: bool = False
     compute_copy: int = 2
+    shard_apart: bool = False
     master: int = 4
     gather: int = 2
     gradient: int = 4
@@ -76,6 +82,8 @@ class Stack:
     keep_every: int = 1
     early_stop: bool = False
     keep_gathered: bool = False
+    reruns_traffic: bool = False
+    sums_in_part: bool = False
     dispatch_once: bool = False
     bucket_bytes: float = 0.0
     graphs: bool = False

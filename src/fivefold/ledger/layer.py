@@ -49,7 +49,10 @@ def layer_work(job: Job, is_expert: bool) -> Work:
     if job.recompute == "full" and job.stack.early_stop:
         again -= _matmul(job, work.matmuls[-1])
     if job.recompute == "full":
-        again += sum(r.exposed_seconds for r in rows if r.phase == "forward")
+        rerun = [
+            r for r in rows if r.phase == "forward" and not (r.axis == "tp" and job.stack.reruns_traffic)
+        ]
+        again += sum(r.exposed_seconds for r in rerun)
     split = job.schedule in SPLITS_BACKWARD and job.pp > 1
     return _host_bound(
         job, work, Work(forward, backward + again, weights + (again if split else 0.0), tuple(rows))

@@ -155,3 +155,13 @@ def _streamed(job: Job, core: Core, expert: bool) -> float:
 def head(job: Job) -> Matmul:
     """The output projection of one micro-batch; the vocabulary is padded to a multiple of tp."""
     return Matmul("head", job.tokens, -(-job.model.vocab // job.tp), job.model.hidden)
+
+
+LOSS_ELEMENTS = 1 << 22
+"""Logits that nn/loss.py holds at once."""
+
+
+def loss_chunks(job: Job) -> int:
+    """Chunks of a micro-batch's logits where the loss is computed chunk by chunk, alike on all tp ranks."""
+    tokens = max(1, LOSS_ELEMENTS // -(-job.model.vocab // job.tp))
+    return -(-job.tokens // tokens)

@@ -39,9 +39,9 @@ class Parts(NamedTuple):
 @lru_cache(maxsize=4096)
 def parts(model: Model, tp: int, ep: int, expert_tp: int, pad: int = 1) -> Parts:
     """Shares by the layout table; a tied head's copy on the last stage is the embedding's size. The rows of
-    every dense parameter are filled up to a multiple of `pad`, as FSDP2 does to split them over `pad` ranks."""
+    every dense parameter are filled up to a multiple of `pad`, as it takes to split them over `pad` ranks."""
     embedding = dense = expert = head = norm = Share(0, 0)
-    for parameter in _representatives(model):
+    for parameter in representatives(model):
         share = _share(model, parameter, tp, ep, expert_tp, pad)
         if parameter.layer is None:
             if parameter.role == "head":
@@ -60,7 +60,7 @@ def parts(model: Model, tp: int, ep: int, expert_tp: int, pad: int = 1) -> Parts
     return Parts(embedding, dense, expert, head, norm)
 
 
-def _representatives(model: Model) -> list[Parameter]:
+def representatives(model: Model) -> list[Parameter]:
     """Everything outside the layers, and one layer of each kind."""
     layers = {0, model.layers - 1} if 0 < model.experts.dense_layers < model.layers else {0}
     return [p for p in parameters(model) if p.trained and (p.layer is None or p.layer in layers)]

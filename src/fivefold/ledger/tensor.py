@@ -1,28 +1,46 @@
 """Tensor parallel (and sequence parallel): what one layer's micro-batch moves. Twin of parallel/tensor.py.
 
-Without sequence parallel: 2 all-reduces of the residual stream forward, 2 backward (Shoeybi 2019). With it:
-the same bytes as all-gather + reduce-scatter, and 2 all-gathers more in backward to rebuild the saved inputs
-(Korthikanti 2022). All numbers are per micro-batch; a stage counts its layers, a step its micro-batches.
+Without sequence parallel: 2 all-reduces of the residual stream forward, 2 backward (Shoeybi 2019). With it: the same
+bytes as all-gather + reduce-scatter; where only shards of the regions' inputs are kept, backward gathers them again
+(Korthikanti 2022). Rows are of a micro-batch, except the gradients': a stage counts its layers,
+a step its micro-batches.
 """
 
+from collections import Counter
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import NamedTuple
+
+from fivefold.config.tree import Model
 from fivefold.ledger.job import Job
+from fivefold.ledger.operations import loss_chunks
+from fivefold.ledger.shards import StageContent, representatives
 from fivefold.ledger.traffic import Row, row
+from fivefold.spec.layout import gradient_ranks, placements
 
 
 def layer_rows(job: Job, expert: bool) -> list[Row]:
-    """One layer's traffic, forward and backward. Experts owned whole by tp ranks have none of their own."""
+    """One layer's traffic, forward and backward. Experts owned whole by tp ranks have none of their own.
+
+    Where a layer is computed again, so is what it receives, up to its last product: all but the second sum.
+    """
     if job.tp == 1:
         return []
     regions = 1 if expert and job.expert_width_split == 1 and not job.model.experts.shared_ffn else 2
-    size = float(job.tokens * job.model.hidden * job.itemsize)
+    again = job.stack.reruns_traffic and job.recompute in ("elementwise", "full")
+    sums = regions + (regions - 1 if again else 0)
+    size = _stream_bytes(job)
     formula = "tokens · hidden · itemsize, per region (attention, feed-forward)"
     if not job.sequence_parallel:
-        return [_row(job, "all_reduce", phase, regions, size, formula) for phase in ("forward", "backward")]
+        found = [_row(job, "all_reduce", "forward", regions, size, formula)]
+        return [*found, _row(job, "all_reduce", "backward", sums, size, formula)]
+    rebuilt = regions if again or not job.stack.keep_gathered else 0
+    text = formula + (", and to rebuild its input" if rebuilt else "")
     return [
         _row(job, "all_gather", "forward", regions, size, formula),
         _row(job, "reduce_scatter", "forward", regions, size, formula),
-        _row(job, "all_gather", "backward", 2 * regions, size, formula + ", and to rebuild its input"),
-        _row(job, "reduce_scatter", "backward", regions, size, formula),
+        _row(job, "all_gather", "backward", regions + rebuilt, size, text),
+        _row(job, "reduce_scatter", "backward", sums, size, formula),
     ]
 
 
@@ -30,19 +48,90 @@ def edge_rows(job: Job, first: bool, last: bool) -> list[Row]:
     """The embedding's and the head's traffic of one micro-batch on the stages that hold them."""
     if job.tp == 1:
         return []
-    size = float(job.tokens * job.model.hidden * job.itemsize)
+    size = _stream_bytes(job)
     found = []
-    if first:
-        primitive = "reduce_scatter" if job.sequence_parallel else "all_reduce"
-        found.append(_row(job, primitive, "forward", 1, size, "embedding rows summed"))
+    if first and job.sequence_parallel:
+        found.append(_row(job, "reduce_scatter", "forward", 1, size, "embedding rows summed"))
+        found.append(_row(job, "all_gather", "backward", 1, size, "embedding gradient"))
+    elif first:
+        found.append(_row(job, "all_reduce", "forward", 1, size, "embedding rows summed"))
     if last:
         if job.sequence_parallel:
             found.append(_row(job, "all_gather", "forward", 1, size, "head input"))
             found.append(_row(job, "reduce_scatter", "backward", 1, size, "head input gradient"))
         else:
             found.append(_row(job, "all_reduce", "backward", 1, size, "head input gradient"))
-        found.append(_row(job, "all_reduce", "forward", 3, job.tokens * 4.0, "loss: max, target, sum"))
+        found.append(_loss_row(job))
     return found
+
+
+def _stream_bytes(job: Job) -> float:
+    """The residual stream of a micro-batch; sequence parallel fills its tokens up to a multiple of tp."""
+    tokens = -(-job.tokens // job.sequence_split) * job.sequence_split
+    return float(tokens * job.model.hidden * job.itemsize)
+
+
+def _loss_row(job: Job) -> Row:
+    """What the ranks tell each other of a token's logits. Chunk by chunk (nn/loss.py) it is the logarithm of a rank's
+    sum of exponentials and the label's logit; otherwise maximum, target and sum are reduced one by one."""
+    if not job.stack.chunked_loss:
+        return _row(job, "all_reduce", "forward", 3, job.tokens * 4.0, "loss: max, target, sum")
+    chunks = loss_chunks(job)
+    size = job.tp * 2.0 * job.tokens * max(4, job.itemsize) / chunks
+    return _row(job, "all_gather", "forward", chunks, size, "loss: tp · tokens · (log Σ exp, target)")
+
+
+def gradient_rows(job: Job, contents: Iterable[StageContent]) -> list[Row]:
+    """A step's sums of those gradients that tp ranks compute in part, after ZeRO has split their rows."""
+    if job.tp == 1 or not job.stack.sums_in_part:
+        return []
+    elements: Counter[int] = Counter()
+    kinds = in_part(job.model, job.tp, job.sequence_parallel, job.dp_shard * job.cp if job.zero else 1)
+    for content in contents:
+        counts = (int(content.first), content.dense_layers, content.expert_layers, int(content.last))
+        for count, kind in zip(counts, kinds, strict=True):
+            elements.update({ranks: count * numel for ranks, numel in kind})
+    return [
+        row(
+            job,
+            "tp",
+            "all_reduce",
+            "gradient",
+            count=1,
+            size=float(numel * job.stack.reduce),
+            group=job.spread(ranks, 1),
+            formula="elements computed in part · itemsize of sums",
+        )
+        for ranks, numel in elements.items()
+        if numel
+    ]
+
+
+class InPart(NamedTuple):
+    """(ranks that sum, elements) of the gradients computed in part, of each part of a model."""
+
+    first: tuple[tuple[int, int], ...]
+    dense_layer: tuple[tuple[int, int], ...]
+    expert_layer: tuple[tuple[int, int], ...]
+    last: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4096)
+def in_part(model: Model, tp: int, sequence_parallel: bool, shards: int) -> InPart:
+    """Elements that the rank with the most rows holds, where ZeRO splits rows over `shards`."""
+    kinds: tuple[Counter[int], ...] = (Counter(), Counter(), Counter(), Counter())
+    for parameter in representatives(model):
+        if (ranks := gradient_ranks(model, parameter.name, tp, sequence_parallel)) == 1:
+            continue
+        rows, width = parameter.shape[0], parameter.numel // parameter.shape[0]
+        if "tp" in placements(model, parameter.name):
+            rows //= model.kv_heads  # one head's
+        if parameter.layer is None:
+            kind = 3 if parameter.name.startswith("norm.") else 0
+        else:
+            kind = 2 if model.experts.count and parameter.layer >= model.experts.dense_layers else 1
+        kinds[kind][ranks] += -(-rows // shards) * width
+    return InPart(*(tuple(kind.items()) for kind in kinds))
 
 
 def _row(job: Job, primitive: str, phase: str, count: int, size: float, formula: str) -> Row:

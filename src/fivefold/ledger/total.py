@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.config.tree import Model
-from fivefold.ledger import activations, data, flops, pipeline
+from fivefold.ledger import activations, data, flops, pipeline, tensor
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.roofline import stream_seconds
@@ -138,7 +138,10 @@ def transient(job: Job) -> float:
         found += 2 * 2 * job.tokens * keys * job.itemsize
     unit = max(part.dense_layer.total, part.expert_layer.total)
     edge = max(part.embedding.total, part.head.total)
-    if job.zero == 3 and job.pp == 1:
+    if job.zero >= 2 and job.pp == 1 and job.stack.shard_apart:
+        found += (edge + 2 * unit) * job.stack.reduce
+        found += (edge + 2 * unit) * job.stack.gather if job.zero == 3 else 0.0
+    elif job.zero == 3 and job.pp == 1:
         found += (2 * unit + edge) * job.stack.gather + max(unit, edge) * job.stack.reduce
     elif job.stack.compute_copy == 0 and job.itemsize < job.stack.master:
         found += (2 * unit + edge) * job.itemsize  # parameters cast unit by unit
@@ -165,6 +168,7 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     groups = data.Groups(share, layers, max(1, count + rest), max(1, count))
     found = data.exposed(job, data.rows(job, groups), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
+    found += tensor.gradient_rows(job, [stage.content for stage in own])
     found += data.agreements(job)
     return Tail(sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found))
 

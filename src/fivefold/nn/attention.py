@@ -11,6 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 from fivefold.config.tree import Model
 from fivefold.nn.blocked_attention import blocked_causal_attention
 from fivefold.nn.recompute import Recompute
+from fivefold.nn.region import Projection
 from fivefold.nn.rotary import Rotary, apply_rotary
 
 KEPT_SEQUENCE = 2048
@@ -117,7 +118,7 @@ class Attention(nn.Module):
             self.key_norm: nn.Module = nn.RMSNorm(model.head_dim, eps=model.norm_eps)
         else:
             self.query_norm = self.key_norm = nn.Identity()
-        self.output = nn.Linear(queries, model.hidden, bias=model.output_bias)
+        self.output = Projection(queries, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`; without `rotary` no position enters here."""

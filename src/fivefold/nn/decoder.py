@@ -15,8 +15,10 @@ from fivefold.nn.inputs import Inputs
 from fivefold.nn.loss import cross_entropy_sum, with_gradient_of
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
+from fivefold.nn.region import WHOLE, Region
 from fivefold.nn.rotary import Rotary, rotary_table
 from fivefold.nn.router import Routing, balanced
+from fivefold.nn.vocabulary import Embedding, VocabularyShard, head_logits
 
 
 class DecoderLayer(nn.Module):
@@ -36,46 +38,63 @@ class DecoderLayer(nn.Module):
         self.compiled: Callable[..., tuple[Tensor, Routing | None]] | None = None
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, segments: Segments, keys: Tensor | None = None
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        segments: Segments,
+        region: Region = WHOLE,
+        keys: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
-        """`x` and the first result: `[batch, sequence, hidden]`; the second only if it routes.
+        """`x` and the first result: the residual stream, `[batch, sequence, hidden]` or as `region` holds it;
+        the second only if it routes.
 
         Args:
-            keys: `dropout.token_keys`, `[batch, sequence]`; None = no dropout.
+            keys: `dropout.token_keys` of the stream's tokens; None = no dropout.
         """
         sites = [
             None if keys is None else site_keys(keys, site_number(self.index, branch)) for branch in (0, 1)
         ]
         run = self.compiled if self.compiled is not None and torch.is_grad_enabled() else self.run
-        return run(x, rotary, segments, *sites)
+        return run(x, rotary, segments, region, *sites)
 
     def _run(
         self,
         x: Tensor,
         rotary: Rotary | None,
         segments: Segments,
+        region: Region,
         attention_keys: Tensor | None,
         feed_forward_keys: Tensor | None,
     ) -> tuple[Tensor, Routing | None]:
-        branch = self.attention(self.attention_norm(x), rotary, segments)
+        inner = region.enter(self.attention_norm(x))
+        branch = region.leave(self.attention(inner, rotary, segments))
         x = x + drop(branch, attention_keys, self.dropout)
-        inner, routing = self.feed_forward_norm(x), None
+        inner, routing = region.enter(self.feed_forward_norm(x)), None
         if hasattr(self, "experts"):
             inner, routing = self.experts(inner)
         else:
             inner = self.feed_forward(inner)
-        return x + drop(inner, feed_forward_keys, self.dropout), routing
+        return x + drop(region.leave(inner), feed_forward_keys, self.dropout), routing
 
 
 class Decoder(nn.Module):
-    """A decoder of the family that `model` describes. Layers are keyed by their number in the whole model."""
+    """A decoder of the family that `model` describes. Layers are keyed by their number in the whole model.
+
+    Attributes:
+        region_of: the region that layers enter and leave, for micro-batches of a shape `(batch, sequence)`.
+        head_shard: the rows of the vocabulary that the head has here; None = all.
+        region_ranks: ranks that compute each region together, each in part.
+    """
 
     def __init__(
         self, model: Model, recompute: Literal["none", "attention", "elementwise", "full"] = "none"
     ) -> None:
         super().__init__()
         self.model = model
-        self.embedding = nn.Embedding(model.vocab, model.hidden)
+        self.region_of: Callable[[tuple[int, int]], Region] = lambda _: WHOLE
+        self.head_shard: VocabularyShard | None = None
+        self.region_ranks = 1
+        self.embedding = Embedding(model.vocab, model.hidden)
         if model.positions == "learned":
             self.positions = nn.Embedding(model.max_positions, model.hidden)
         if model.embedding_norm:
@@ -103,27 +122,29 @@ class Decoder(nn.Module):
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`.
         """
-        positions, labels = inputs.row_positions(), inputs.labels
+        tokens, labels, positions = inputs.tokens, inputs.labels, inputs.row_positions()
+        region = self.region_of((tokens.shape[0], tokens.shape[1]))
         keys = None
         if self.model.dropout and inputs.dropout_key is not None:
-            keys = token_keys(inputs.dropout_key, inputs.row_numbers(), positions)
-        x = self._embedded(inputs.tokens, positions)
+            keys = region.own(token_keys(inputs.dropout_key, inputs.row_numbers(), positions))
+        x = self._embedded(tokens, positions, region)
         x = drop(x, None if keys is None else site_keys(keys, 0), self.model.dropout)
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}
         for index, layer in self.layers.items():
-            x, routing = layer(x, rotary, inputs.segments, keys)
+            x, routing = layer(x, rotary, inputs.segments, region, keys)
             if routing is not None:
                 routings[index] = routing
-        x = self.norm(x)
+        x = region.enter(self.norm(x))
         if labels is None:
-            return self.head(x)  # type: ignore[no-any-return]
-        loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten())
+            return head_logits(x, self.head.weight, self.head_shard)
+        loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
         if torch.is_grad_enabled() and self.model.experts.router_bias:
             self._count(routings)
         if weight := self.model.experts.auxiliary_loss * tokens_per_sequence:
             imbalances = torch.stack([routing.imbalance for routing in routings.values()])
-            loss = with_gradient_of(loss, weight * imbalances.sum())
+            # Every rank of a region computes it whole, and what reaches its inputs is summed over them.
+            loss = with_gradient_of(loss, weight / self.region_ranks * imbalances.sum())
         return loss
 
     def compile_layers(self) -> None:
@@ -161,11 +182,11 @@ class Decoder(nn.Module):
         for index, routing in routings.items():
             self._counts[int(index)] += routing.counts
 
-    def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """`[batch, sequence]` → `[batch, sequence, hidden]`; learned positions are those in the packed row."""
-        x: Tensor = self.embedding(tokens)
+    def _embedded(self, tokens: Tensor, positions: Tensor, region: Region) -> Tensor:
+        """`[batch, sequence]` → the residual stream; learned positions are those in the packed row."""
+        x = region.leave(self.embedding(tokens))
         if self.model.positions == "learned":
-            x = x + self.positions(positions)
+            x = x + self.positions(region.own(positions))
         if self.model.embedding_norm:
             x = self.embedding_norm(x)
         return x

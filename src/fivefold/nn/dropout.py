@@ -54,7 +54,7 @@ def site_number(layer: int, branch: int) -> int:
 
 
 def site_keys(keys: Tensor, site: int) -> Tensor:
-    """Keys of the tokens at one site, of their keys in the step; `[batch, sequence]`, int64, both."""
+    """Keys of the tokens at one site, of their keys in the step; of any shape, int64."""
     return _mix(keys + _signed(site * _GAMMA))
 
 
@@ -62,15 +62,15 @@ def dropped(keys: Tensor, probability: float, start: int, stop: int) -> Tensor:
     """Which of the features `start` … `stop` of the tokens are dropped at a site.
 
     Args:
-        keys: `site_keys`, `[batch, sequence]`.
+        keys: `site_keys`, `[...]`.
         probability: taken to the nearest multiple of 2^-16.
 
     Returns:
-        `[batch, sequence, stop - start]`, bool.
+        `[..., stop - start]`, bool.
     """
     first, last = start // _FEATURES, -(-stop // _FEATURES)
     counter = torch.arange(first + 1, last + 1, device=keys.device).mul_(_signed(_GAMMA))
-    numbers = _mix(keys.unsqueeze(-1) + counter)  # [batch, sequence, last - first]
+    numbers = _mix(keys.unsqueeze(-1) + counter)  # [..., last - first]
     levels = numbers.view(torch.int16)[..., start - first * _FEATURES : stop - first * _FEATURES]
     return levels < _threshold(probability) - _LEVELS // 2
 
@@ -79,8 +79,8 @@ def drop(x: Tensor, keys: Tensor | None, probability: float) -> Tensor:
     """`x` with features dropped and the others scaled up by what is kept on average; `x` itself without keys.
 
     Args:
-        x: `[batch, sequence, features]`, all features.
-        keys: `site_keys`, or None.
+        x: `[..., features]`, all features.
+        keys: `site_keys`, `[...]`, or None.
     """
     if keys is None:
         return x

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.tree import Model
+from fivefold.nn.region import Projection
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -21,7 +22,7 @@ class GatedFeedForward(nn.Module):
         super().__init__()
         self.gate = nn.Linear(model.hidden, width, bias=model.output_bias)
         self.up = nn.Linear(model.hidden, width, bias=model.output_bias)
-        self.down = nn.Linear(width, model.hidden, bias=model.output_bias)
+        self.down = Projection(width, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`."""
@@ -35,7 +36,7 @@ class PlainFeedForward(nn.Module):
         super().__init__()
         self.activation = _ACTIVATIONS[model.activation]
         self.up = nn.Linear(model.hidden, width, bias=model.output_bias)
-        self.down = nn.Linear(width, model.hidden, bias=model.output_bias)
+        self.down = Projection(width, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`."""

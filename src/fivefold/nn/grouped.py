@@ -8,7 +8,8 @@ from torch import Tensor, nn
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each group of rows times its expert's matrix, transposed.
 
-    float64 goes expert by expert: torch's grouped product does not have it.
+    Float64 goes expert by expert, and widths that are not whole multiples of 16 bytes (a shard's may be): torch's
+    grouped product does not have them.
 
     Args:
         x: `[rows, in]`, the rows of expert 0 first, then those of expert 1, ….
@@ -18,7 +19,9 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Returns:
         `[rows, out]`.
     """
-    return _one_by_one(x, weight, counts) if x.dtype == torch.float64 else _together(x, weight, counts)
+    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
+    together = aligned and x.dtype != torch.float64
+    return _together(x, weight, counts) if together else _one_by_one(x, weight, counts)
 
 
 def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from fivefold.parallel.bucket import Bucket, Division
 from fivefold.parallel.data import DataParallel, Unit, compute_dtype, master_dtype
 from fivefold.parallel.local import LocalParameter, initialize
 from fivefold.parallel.mesh import Groups
+from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
 from fivefold.spec.legal import Resolved
 from fivefold.spec.parameters import Parameter, parameters
 from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim
@@ -30,12 +31,14 @@ class ParallelModel:
     module: Decoder
     data: DataParallel
     parameters: list[LocalParameter]
+    partial: PartialGradients
     counts_tokens: bool
     counts_results: bool
 
     def reduce_gradients(self) -> None:
         """After the last backward of a step: gradients become those of the whole global batch. Collective."""
         self.data.end_step()
+        self.partial.sum()
 
 
 def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.device) -> ParallelModel:
@@ -51,6 +54,8 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
     units = [split.unit(module, owned, specs) for module, owned in _owned(decoder)]
     if config.model.tied:
         decoder.head.weight = decoder.embedding.weight
+    if groups.tp is not None:
+        apply_tensor_parallel(decoder, groups.tp, config.parallel)
     data = DataParallel(units, config.parallel.zero, overlap=True)
     held = [split.held[name] for name in specs if name in split.held]
     for parameter in held:
@@ -64,6 +69,7 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         decoder,
         data,
         held,
+        PartialGradients(resolved, groups, held),
         counts_tokens=at["tp"] == at["pp"] == 0,
         counts_results=at["tp"] == 0,
     )

@@ -20,6 +20,7 @@ class Groups:
             it holds every rank of the data and context axes.
         shard: ranks that ZeRO splits over; None with zero 0.
         expert_replicate, expert_shard: the same, of those ranks that own the same experts.
+        tp_copies: ranks of tp that hold the same KV heads, where there are fewer of these than ranks.
     """
 
     pp: ProcessGroup | None = None
@@ -29,6 +30,7 @@ class Groups:
     expert_shard: ProcessGroup | None = None
     cp: ProcessGroup | None = None
     tp: ProcessGroup | None = None
+    tp_copies: ProcessGroup | None = None
     ep: ProcessGroup | None = None
 
 
@@ -39,7 +41,7 @@ def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
     return group
 
 
-def groups(mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_group) -> Groups:
+def groups(mesh: Mesh, ep: int, zero: int, kv_heads: int, rank: int, make: MakeGroup = new_group) -> Groups:
     """This rank's groups, made axis by axis in one order on every rank. Collective."""
     shard_axis = "dp_shard" if mesh.cp == 1 else "dp_shard_cp"
     replicate_axis = "dp_replicate" if zero or mesh.cp == 1 else "dp_shard_cp"
@@ -62,6 +64,8 @@ def groups(mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_grou
     shards = of("dp_shard", "cp")
     replicas = of("dp_replicate") if zero else of("dp_replicate", "dp_shard", "cp")
     place = shards.index(rank) // ep * ep
+    tensor, alike = of("tp"), max(1, mesh.tp // kv_heads)
+    copies = tensor.index(rank) // alike * alike
     return Groups(
         pp=group("pp", of("pp")),
         replicate=group(replicate_axis, replicas),
@@ -69,6 +73,7 @@ def groups(mesh: Mesh, ep: int, zero: int, rank: int, make: MakeGroup = new_grou
         expert_replicate=group(replicate_axis, same_experts(replicas)),
         expert_shard=group(shard_axis, same_experts(shards)) if zero else None,
         cp=group("cp", of("cp")),
-        tp=group("tp", of("tp")),
+        tp=group("tp", tensor),
+        tp_copies=group("tp", tensor[copies : copies + alike]),
         ep=group("ep", shards[place : place + ep]),
     )

@@ -17,9 +17,8 @@ KEPT_SEQUENCE = 2048  # longest sequence for which nn/attention.py keeps probabi
 
 
 def stack_of(config: Config, on: Hardware) -> Stack:
-    """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the
-    compute
-    type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
+    """Fivefold's trainer: a master copy in float32 (float64), and a copy of it in the compute type where that is
+    another; flash attention; eager norms and activations; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
     # Muon keeps one for matrices and two for the rest; counted as two for all, which is a little too much.
@@ -29,7 +28,8 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     return Stack(
         attention="blocked" if blocked else "flash",
         dropout=config.model.dropout > 0,
-        compute_copy=0,
+        compute_copy=item if item != exact else 0,
+        shard_apart=True,
         master=exact,
         gather=item,
         gradient=exact,
@@ -38,6 +38,9 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         chunked_loss=True,
         fused_loss=True,
         early_stop=True,
+        keep_gathered=True,
+        reruns_traffic=True,
+        sums_in_part=True,
         overlap_gradients=True,
         overlap_parameters=True,
     )

@@ -80,3 +80,35 @@ def table(model: Model) -> tuple[Row, ...]:
 def placements(model: Model, name: str) -> dict[Axis, Placement]:
     """How each axis divides the parameter called `name`; an axis that is absent replicates it."""
     return next((axes for pattern, axes in table(model) if fnmatchcase(name, pattern)), {})
+
+
+_COMPUTED_IN_PART: tuple[tuple[str, bool], ...] = (  # pattern; whether only with sequence parallel
+    ("*.attention.query_norm.*", False),
+    ("*.attention.key_norm.*", False),
+    ("*.attention.output.bias", False),
+    ("*.down.bias", False),
+    ("*.router.weight", False),
+    ("*.shared_gate.weight", False),
+    ("*norm.*", True),
+    ("positions.weight", True),
+)
+"""Parameters that tp replicates and of whose gradient each of its ranks computes a part: those inside of regions, and
+with sequence parallel those between them, where a rank sees only its run of tokens."""
+
+
+def gradient_ranks(model: Model, name: str, tp: int, sequence_parallel: bool) -> int:
+    """How many neighbouring ranks of tp hold the same part of the parameter and each compute a part of its gradient:
+    their sum is the gradient. 1 where each rank computes all of it."""
+    split = placements(model, name).get("tp")
+    if split is not None:
+        replicas = tp // model.kv_heads if isinstance(split, Split) and split.replicable else 1
+        return max(1, replicas)
+    in_part = next(
+        (
+            only_sp <= sequence_parallel
+            for pattern, only_sp in _COMPUTED_IN_PART
+            if fnmatchcase(name, pattern)
+        ),
+        False,
+    )
+    return tp if in_part else 1

@@ -228,11 +228,11 @@ def check_trainable(resolved: Resolved) -> None:
         f"model.positions = {model.positions}": model.positions == "alibi",
         f"parallel.pp = {mesh.pp}": mesh.pp > 1,
         f"parallel.cp = {mesh.cp}": mesh.cp > 1,
-        f"parallel.tp = {mesh.tp}": mesh.tp > 1,
         f"parallel.ep = {parallel.ep}": parallel.ep > 1,
         f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
         "optimizer.name = muon with tensor parallel": config.optimizer.name == "muon" and mesh.tp > 1,
         "machine.compile with experts": config.machine.compile and model.experts.count > 0,
+        "machine.compile with tensor parallel": config.machine.compile and mesh.tp > 1,
     }
     if used := [name for name, is_used in lacking.items() if is_used]:
         raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")

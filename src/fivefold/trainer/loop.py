@@ -60,7 +60,7 @@ class Loop:
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
         layout = config.parallel
-        on_axes = groups(self.resolved.mesh, layout.ep, layout.zero, session.rank)
+        on_axes = groups(self.resolved.mesh, layout.ep, layout.zero, config.model.kv_heads, session.rank)
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
@@ -168,7 +168,9 @@ class Loop:
         self.profiled = True
         found: list[MemoryByCategory] = []
         model, optimizer = self.model, self.stepper.optimizer
-        saved = SavedActivations([*model.data.tensors(), *model.module.buffers()])
+        saved = SavedActivations(
+            [*model.module.parameters(), *model.data.master_tensors(), *model.module.buffers()]
+        )
         with saved as activations, self.session.profiled():
             result = self.stepper.step(
                 share,
@@ -176,9 +178,9 @@ class Loop:
                 flags,
                 lambda _: found.append(
                     memory_by_category(
-                        parameters=model.data.tensors(),
+                        parameters=model.data.parameter_tensors(),
                         gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
-                        optimizer=optimizer.state_tensors(),
+                        optimizer=[*model.data.master_tensors(), *optimizer.state_tensors()],
                         buffers=model.module.buffers(),
                         activations=activations.peak_bytes,
                     )

@@ -1,0 +1,203 @@
+"""Tensor parallel (Shoeybi et al. 2019) and sequence parallel (Korthikanti et al. 2022).
+
+Every rank of the group computes a part of each region: its heads of attention, its columns of the feed-forward and of
+every expert, its rows of the vocabulary. What passes between ranks is the residual stream, twice a layer forward and
+twice backward. Without sequence parallel each rank holds the stream whole: entering a region is free, its
+gradients are summed; leaving it sums. With it each rank holds the stream of its run of the micro-batch's tokens:
+entering gathers and leaving reduce-scatters, and the reverse in backward. Runs are of tokens, not of rows' positions,
+so they are contiguous in memory on both sides; tokens that do not divide are filled up with zeros at the end of
+the last runs, which no region sees and no gradient comes from.
+
+The functions below communicate and have no weights: schedules that split backward run a node with weights twice.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.config.tree import Parallel
+from fivefold.nn.decoder import Decoder
+from fivefold.nn.region import Projection, Region
+from fivefold.nn.vocabulary import Embedding, VocabularyShard
+from fivefold.parallel.local import LocalParameter
+from fivefold.parallel.mesh import Groups
+from fivefold.spec.layout import gradient_ranks
+from fivefold.spec.legal import Resolved
+from fivefold.spec.parts import shard_range
+
+
+def apply_tensor_parallel(decoder: Decoder, group: dist.ProcessGroup, layout: Parallel) -> None:
+    """Makes `decoder`, whose parameters are this rank's parts, compute in regions over `group`."""
+    # What recomputation keeps, here the outputs of projections, must not be summed in place.
+    in_place = layout.recompute != "elementwise"
+
+    def region_of(shape: tuple[int, int]) -> Region:
+        if layout.sequence_parallel:
+            return SequenceParallelRegion(group, shape)
+        return TensorParallelRegion(group, in_place=in_place)
+
+    decoder.region_of = region_of
+    decoder.region_ranks = group.size()
+    shard = vocabulary_shard(decoder.model.vocab, group)
+    decoder.head_shard = shard
+    for module in decoder.modules():
+        if isinstance(module, Embedding):
+            module.shard = shard
+        if isinstance(module, Projection) and group.rank() > 0:
+            module.bias_share = 0.0
+
+
+def vocabulary_shard(vocab: int, group: dist.ProcessGroup) -> VocabularyShard:
+    """This rank's rows of a vocabulary."""
+    first, end = shard_range(vocab, group.size(), group.rank())
+    most = shard_range(vocab, group.size(), 0)[1]
+
+    def gather(tensor: Tensor) -> Tensor:
+        return _all_gather(tensor.contiguous(), group).view(group.size(), *tensor.shape)
+
+    return VocabularyShard(first, end - first, most, vocab, gather)
+
+
+class PartialGradients:
+    """The gradients of which each rank of tp computes a part: summed once a step, after the data axes have."""
+
+    def __init__(self, resolved: Resolved, groups: Groups, parameters: Sequence[LocalParameter]) -> None:
+        model, layout, tp = resolved.config.model, resolved.config.parallel, resolved.mesh.tp
+        self._sums: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        for group in dict.fromkeys((groups.tp, groups.tp_copies)):
+            if group is not None:
+                values = [
+                    p.value
+                    for p in parameters
+                    if gradient_ranks(model, p.spec.name, tp, layout.sequence_parallel) == group.size()
+                ]
+                self._sums.append((group, values))
+
+    def sum(self) -> None:
+        """One all-reduce a group. Collective over tp."""
+        for group, values in self._sums:
+            gradients = [value.grad for value in values if value.grad is not None]
+            if not gradients:
+                continue
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=group)
+            totals = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, total in zip(gradients, totals, strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+
+class TensorParallelRegion(Region):
+    """A region outside of which every rank holds the residual stream whole."""
+
+    def __init__(self, group: dist.ProcessGroup, *, in_place: bool) -> None:
+        self.group, self.in_place = group, in_place
+
+    def enter(self, x: Tensor) -> Tensor:
+        """As it is; its gradient is summed."""
+        return _SumGradients.apply(x, self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Summed; may overwrite `x`."""
+        return _Sum.apply(x, self.group, self.in_place)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class SequenceParallelRegion(Region):
+    """A region outside of which every rank holds the residual stream of a run of tokens, `[tokens / ranks, hidden]`.
+
+    Runs are equal in length: the last ones are filled up.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, shape: tuple[int, int]) -> None:
+        self.group, self.shape = group, shape
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`[tokens / ranks, hidden]` → `[batch, sequence, hidden]`."""
+        batch, sequence = self.shape
+        gathered: Tensor = _Gather.apply(x, self.group, batch * sequence)  # type: ignore[no-untyped-call]
+        return gathered.view(batch, sequence, -1)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """`[batch, sequence, hidden]` → the sum's run, `[tokens / ranks, hidden]`."""
+        return _ReduceScatter.apply(x.flatten(0, 1), self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+    def own(self, per_token: Tensor) -> Tensor:
+        """`[sequence]` or `[batch, sequence]` → `[tokens / ranks]`; 0 where the run is filled up."""
+        tokens = _filled(per_token.expand(self.shape).reshape(-1), self.group.size())
+        return tokens.chunk(self.group.size())[self.group.rank()]
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        # In place: the engine summed it from the region's branches, and nothing else holds it.
+        slope = slope.contiguous()
+        dist.all_reduce(slope, group=ctx.group)
+        return slope, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_place: bool) -> Tensor:
+        total = x.contiguous() if in_place else x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        return slope, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """`[tokens / ranks, width]` → `[tokens, width]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, tokens: int) -> Tensor:
+        ctx.group = group
+        return _all_gather(x.contiguous(), group)[:tokens]
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(slope, ctx.group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """`[tokens, width]` → `[tokens / ranks, width]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.tokens = group, x.shape[0]
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(slope.contiguous(), ctx.group)[: ctx.tokens], None
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's `x`, one after the other along dim 0."""
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_single(out, x, group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's run of the sum of every rank's `x` along dim 0, filled up to a multiple of the ranks."""
+    filled = _filled(x, group.size()).contiguous()
+    out = filled.new_empty(filled.shape[0] // group.size(), *filled.shape[1:])
+    dist.reduce_scatter_single(out, filled, group=group)
+    return out
+
+
+def _filled(x: Tensor, ranks: int) -> Tensor:
+    """`x` with zeros at the end of dim 0, so that the ranks divide it."""
+    lacking = -x.shape[0] % ranks
+    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, lacking)) if lacking else x
