@@ -32,6 +32,10 @@ VARIANTS: dict[str, Options] = {
     "sigmoid, scaled": replace(OPTIONS, router="sigmoid", scale=2.5),
     "shared": replace(OPTIONS, shared_ffn=20, dense_layers=1),
     "biased": replace(OPTIONS, router="sigmoid", router_bias=True, bias_update_rate=0.05),
+    "limited to groups": replace(
+        OPTIONS, count=8, groups=4, top_groups=2, top_k=4, router="sigmoid", router_bias=True
+    ),
+    "limited to a group": replace(OPTIONS, count=6, groups=2, top_groups=1, top_k=2),
     "shared behind a gate": replace(OPTIONS, shared_ffn=20, shared_gate=True),
 }
 
@@ -63,6 +67,16 @@ def test_every_type_has_a_grouped_product(dtype: torch.dtype) -> None:
     assert torch.allclose(y, expected, rtol=1e-2, atol=1e-2)
 
 
+def in_best_groups(wanted: Tensor, options: Options) -> Tensor:
+    """DeepSeek-V3 2024, §2.1.2, group by group."""
+    size, each = options.count // options.groups, options.top_k // options.top_groups
+    members = [range(group * size, (group + 1) * size) for group in range(options.groups)]
+    sums = [sum(sorted((wanted[i].item() for i in group), reverse=True)[:each]) for group in members]
+    best = sorted(range(options.groups), key=lambda group: -sums[group])[: options.top_groups]
+    allowed = {expert for group in best for expert in members[group]}
+    return torch.stack([w if i in allowed else w - 100.0 for i, w in enumerate(wanted)])
+
+
 def plain_experts(module: Experts, model: Model, x: Tensor) -> Tensor:
     """Token by token, from the textbook."""
     options, weights = model.experts, dict(module.named_parameters())
@@ -73,6 +87,8 @@ def plain_experts(module: Experts, model: Model, x: Tensor) -> Tensor:
             logits = weights["router.weight"] @ token
             scores = torch.sigmoid(logits) if options.router == "sigmoid" else torch.softmax(logits, 0)
             wanted = scores if module.selection_bias is None else scores + module.selection_bias
+            if options.groups > 1:
+                wanted = in_best_groups(wanted, options)
             chosen = wanted.argsort(descending=True)[: options.top_k]
             share = scores[chosen] / (scores[chosen].sum() if options.normalize_top_k else 1.0)
             total = torch.zeros_like(token)
@@ -96,7 +112,8 @@ def test_experts_equal_the_textbook(options: Options, dtype: torch.dtype) -> Non
     module = made(model, dtype).layers["1"].experts
     assert isinstance(module, Experts)
     if module.selection_bias is not None:
-        module.selection_bias.copy_(torch.tensor([0.3, 0.0, -0.2, 0.1, -0.3]))
+        bias = torch.tensor([0.3, 0.0, -0.2, 0.1, -0.3, 0.2, -0.1, 0.05])
+        module.selection_bias.copy_(bias[: options.count])
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     names, tensors = zip(*module.named_parameters(), strict=True)
     found, expected = module(x)[0], plain_experts(module, model, x)

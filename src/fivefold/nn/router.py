@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
+from fivefold.config.tree import Experts, Model
 
 
 class Routing(NamedTuple):
@@ -51,6 +51,8 @@ class Router(nn.Linear):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(dim=-1) if options.router == "softmax" else logits.sigmoid()
         wanted = scores if selection_bias is None else scores + selection_bias
+        if options.groups > 1:
+            wanted = limited(wanted, options)
         experts = wanted.topk(options.top_k, dim=-1).indices
         weights = scores.gather(-1, experts)
         if options.normalize_top_k:
@@ -59,6 +61,21 @@ class Router(nn.Linear):
         counts = torch.bincount(experts.flatten(), minlength=options.count)
         routing = Routing(imbalance(scores, experts), counts)
         return Choice(experts.flatten(0, 1), weights.flatten(0, 1), routing)
+
+
+def limited(wanted: Tensor, options: Experts) -> Tensor:
+    """The scores, −∞ outside of each token's best groups (DeepSeek-V3 2024, §2.1.2).
+
+    A group counts for the sum of its highest top_k / top_groups scores.
+
+    Args:
+        wanted: `[..., experts]`, neighbouring experts in a group.
+    """
+    grouped = wanted.view(*wanted.shape[:-1], options.groups, -1)
+    each = max(1, options.top_k // options.top_groups)
+    best = grouped.topk(each, dim=-1).values.sum(dim=-1).topk(options.top_groups, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).view(wanted.shape)
 
 
 def imbalance(scores: Tensor, experts: Tensor) -> Tensor:

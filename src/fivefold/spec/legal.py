@@ -223,7 +223,6 @@ def check_trainable(resolved: Resolved) -> None:
     config, mesh = resolved.config, resolved.mesh
     model, parallel = config.model, config.parallel
     lacking = {
-        f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
         f"parallel.pp = {mesh.pp}": mesh.pp > 1,
