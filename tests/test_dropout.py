@@ -153,6 +153,7 @@ def test_layouts_equal_one_process(ranks: Ranks, dtype: str) -> None:
         (3, 2, 3, "full"),
         (2, 3, 0, "full", {"tp": 2}),
         (2, 4, 0, "none", {"tp": 2, "sequence_parallel": True}),
+        (2, 4, 0, "none", {"cp": 2}),
     ]
     expected = None
     for world_size, micro_batch, zero, recompute, *axes in layouts:

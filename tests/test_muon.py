@@ -48,9 +48,8 @@ def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
 def steps_with_given_gradients(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Three updates with gradients that every layout is given alike; state of the run, and traffic of the last."""
     recorder = start_group()
-    resolved, parallel = resolve_config(config, world_size), config.parallel
-    on_axes = groups(resolved.mesh, parallel.ep, parallel.zero, config.model.kv_heads, rank)
-    model = parallelize(resolved, on_axes, rank, CPU)
+    resolved = resolve_config(config, world_size)
+    model = parallelize(resolved, groups(resolved, rank), rank, CPU)
     optimizer = LocalOptimizer(config.optimizer, model.parameters)
     for step in range(3):
         for p in model.parameters:

@@ -57,7 +57,7 @@ def grid(world_size: int) -> list[dict[str, Any]]:
 def all_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """The design's metric on gradients of step 1, and on parameters and both moments after the last step."""
     worst = {f"gradient {n}": e for n, e in errors(found["gradients"], expected["gradients"]).items()}
-    for family in ("model.", ".exp_avg", ".exp_avg_sq"):
+    for family in ("model.", ".exp_avg", ".exp_avg_sq", ".momentum_buffer"):
         names = [n for n in expected["state"] if n.startswith(family) or n.endswith(family)]
         worst |= errors({n: found["state"][n] for n in names}, {n: expected["state"][n] for n in names})
     assert len(worst) == len(expected["gradients"]) + len(expected["state"])

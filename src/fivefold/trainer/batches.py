@@ -1,5 +1,6 @@
 """One rank's share of a global batch, cut into micro-batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from fivefold.data.rows import Batch
 from fivefold.nn.attention import Segments
 from fivefold.nn.inputs import Inputs
 from fivefold.spec.batch import BatchPlan
+from fivefold.spec.sequence import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +36,42 @@ class MicroBatch:
         *,
         sequences: int,
         first_row: int = 0,
+        spans: Sequence[Span] | None = None,
         dropout_key: int | None = None,
         sample_ids: tuple[int, ...] = (),
     ) -> "MicroBatch":
         """`batch` on `device`; everything that needs to look at values is done before it goes there.
 
+        Labels are those of the whole sequences, so none is lost where these are cut.
+
         Args:
             sequences: of the step's global batch.
             first_row: number of its first row in the step's global batch.
+            spans: the stretches of every sequence that this rank holds; None = all of it.
             dropout_key: `dropout.step_key` of the step; None = no dropout.
         """
-        segments, counted = Segments.from_documents(batch.documents, device), batch.loss_tokens
-        moved = batch.to(device)
+        segments = Segments.from_documents(batch.documents, device)
+        positions = torch.arange(batch.tokens.shape[1])
+        if spans is not None and len(positions) > sum(stop - start for start, stop in spans):
+            positions = torch.cat([positions[start:stop] for start, stop in spans])
+            batch = batch.columns(positions)
         rows = torch.arange(first_row, first_row + len(batch.tokens), device=device)
-        inputs = Inputs(moved.tokens, segments, moved.labels, rows=rows, dropout_key=dropout_key)
+        counted, moved = batch.loss_tokens, batch.to(device)
+        inputs = Inputs(moved.tokens, segments, moved.labels, positions.to(device), rows, dropout_key)
         return MicroBatch(inputs, counted, sequences, sample_ids)
 
 
 def training_share(
-    samples: Mixture, plan: BatchPlan, consumed: int, data_rank: int, device: torch.device, dropout_key: int
+    samples: Mixture,
+    plan: BatchPlan,
+    consumed: int,
+    data_rank: int,
+    device: torch.device,
+    spans: Sequence[Span] | None = None,
+    dropout_key: int | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one replica in the step that begins after `consumed` samples."""
+    """The micro-batches of one replica in the step that begins after `consumed` samples; `spans` and `dropout_key`
+    as in `of`."""
     ids = samples.sample_ids(consumed, plan.global_batch)
     return [
         MicroBatch.of(
@@ -62,6 +79,7 @@ def training_share(
             device,
             sequences=plan.global_batch,
             first_row=rows.start,
+            spans=spans,
             dropout_key=dropout_key,
             sample_ids=tuple(ids[rows].tolist()),
         )
@@ -70,15 +88,21 @@ def training_share(
 
 
 def held_out_share(
-    batch: Batch, plan: BatchPlan, data_rank: int, device: torch.device, dropout_key: int | None = None
+    batch: Batch,
+    plan: BatchPlan,
+    data_rank: int,
+    device: torch.device,
+    spans: Sequence[Span] | None = None,
+    dropout_key: int | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one replica of a held-out global batch (or any other at hand)."""
+    """The micro-batches of one replica of a held-out global batch (or any other at hand); arguments as in `of`."""
     return [
         MicroBatch.of(
             batch.rows(rows.start, rows.stop),
             device,
             sequences=plan.global_batch,
             first_row=rows.start,
+            spans=spans,
             dropout_key=dropout_key,
         )
         for rows in _rows(plan, data_rank)

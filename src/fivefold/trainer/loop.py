@@ -59,8 +59,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
-        layout = config.parallel
-        on_axes = groups(self.resolved.mesh, layout.ep, layout.zero, config.model.kv_heads, session.rank)
+        on_axes = groups(self.resolved, session.rank)
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
@@ -147,6 +146,7 @@ class Loop:
                 counters.samples,
                 self.data_rank,
                 self.session.device,
+                self.resolved.spans(self.session.rank),
                 step_key(self.resolved.config.run.seed, counters.step),
             )
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
@@ -230,7 +230,10 @@ class Loop:
         if not self.samples.validation_count:
             return
         batches = self.samples.validation_batches(plan.global_batch, config.run.eval_batches)
-        shares = (held_out_share(batch, plan, self.data_rank, self.session.device) for batch in batches)
+        spans = self.resolved.spans(self.session.rank)
+        shares = (
+            held_out_share(batch, plan, self.data_rank, self.session.device, spans) for batch in batches
+        )
         with self.session.recorder.paused():
             self.last_evaluation = evaluate(self.model, shares, self.session.agreement)
         self.observer.evaluation(self.counters.step, self.last_evaluation)

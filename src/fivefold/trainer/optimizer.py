@@ -53,9 +53,8 @@ class LocalOptimizer:
             self.muon.step(learning_rate)
 
     def state_tensors(self) -> list[Tensor]:
-        """Everything it keeps between steps."""
-        kept = [self.torch.state[parameter.value] for parameter in self._plain]
-        found = [value for state in kept for value in state.values() if isinstance(value, Tensor)]
+        """The moments it keeps between steps."""
+        found = [self.torch.state[p.value][name] for p in self._plain for name in self._moments]
         return found + (self.muon.momenta if self.muon is not None else [])
 
     def state(self) -> dict[str, Piece]:
