@@ -41,13 +41,14 @@ class Router(nn.Linear):
     A selection bias is added for the choice and for nothing else (DeepSeek-V3 2024, §2.1.2).
 
     `sum_choices` adds up how often each expert was chosen in each sequence, `[batch, experts]`, over the ranks that
-    hold parts of these sequences; asked only where there is an auxiliary loss.
+    hold parts of these sequences; asked only where there is an auxiliary loss. `pick` chooses by the scores.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.hidden, model.experts.count, bias=False)
         self.options = model.experts
         self.sum_choices: Callable[[Tensor], Tensor] = unchanged
+        self.pick: Callable[[Tensor, int], Tensor] = highest
 
     def choose(self, x: Tensor, selection_bias: Tensor | None = None) -> Choice:
         """`x`: `[batch, sequence, hidden]`; `selection_bias`: `[experts]`."""
@@ -58,7 +59,7 @@ class Router(nn.Linear):
         wanted = scores if selection_bias is None else scores + selection_bias
         if options.groups > 1:
             wanted = limited(wanted, options)
-        experts = wanted.topk(options.top_k, dim=-1).indices
+        experts = self.pick(wanted, options.top_k)
         weights = scores.gather(-1, experts)
         if options.normalize_top_k:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -83,6 +84,11 @@ def limited(wanted: Tensor, options: Experts) -> Tensor:
     best = grouped.topk(each, dim=-1).values.sum(dim=-1).topk(options.top_groups, dim=-1).indices
     outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
     return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).view(wanted.shape)
+
+
+def highest(wanted: Tensor, count: int) -> Tensor:
+    """The `count` experts of highest score, `[..., experts]` → `[..., count]`."""
+    return wanted.topk(count, dim=-1).indices
 
 
 def unchanged(choices: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ one backward, no process group, torch's unfused optimizer, torch's own clipping.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ class Reference:
     """What one process computes. Names as in checkpoints.
 
     Attributes:
+        learning_rate, eps: the largest rate of the steps, and AdamW's eps (of SGD infinite: it divides by nothing).
         gradients: of the first step.
         streams: every layer's output in the first step, `[tokens of the batch, hidden]`.
     """
 
+    learning_rate: float
+    eps: float
     initial: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -49,7 +53,11 @@ def reference(config: Config) -> Reference:
     module = parallelize(resolved, Groups(), 0, CPU).module
     named = dict(module.named_parameters())
     optimizer = _optimizer(config, named)
-    found = Reference(initial={name: value.detach().clone() for name, value in named.items()})
+    found = Reference(
+        resolved.learning_rate.peak,
+        inf if config.optimizer.name == "sgd" else config.optimizer.eps,
+        initial={name: value.detach().clone() for name, value in named.items()},
+    )
     hooks = [
         layer.register_forward_hook(_keeping(found.streams, f"layers.{index}"))
         for index, layer in module.layers.items()
