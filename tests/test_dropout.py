@@ -154,6 +154,7 @@ def test_layouts_equal_one_process(ranks: Ranks, dtype: str) -> None:
         (2, 3, 0, "full", {"tp": 2}),
         (2, 4, 0, "none", {"tp": 2, "sequence_parallel": True}),
         (2, 4, 0, "none", {"cp": 2}),
+        (2, 2, 0, "full", {"pp": 2}),
     ]
     expected = None
     for world_size, micro_batch, zero, recompute, *axes in layouts:

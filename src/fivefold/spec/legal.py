@@ -233,10 +233,10 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
             f"parallel.chunks = {parallel.chunks}: schedule {parallel.schedule} has {own} a rank; "
             f'set chunks = {own}, or schedule = "interleaved"'
         )
-    if mesh.pp > 1 and mesh.pp * own > model.layers:
+    if mesh.pp > 1 and mesh.pp * own > model.layers + 2:
         raise ConfigError(
-            f"parallel.pp × chunks = {mesh.pp} × {own} stages: more than the model's layers; "
-            f"expected at most {model.layers}"
+            f"parallel.pp × chunks = {mesh.pp} × {own} stages: more than the model's layers, "
+            f"embedding and head; expected at most {model.layers + 2}"
         )
 
 
@@ -247,11 +247,12 @@ def check_trainable(resolved: Resolved) -> None:
     lacking = {
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
-        f"parallel.pp = {mesh.pp}": mesh.pp > 1,
         f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
         "optimizer.name = muon with tensor parallel": config.optimizer.name == "muon" and mesh.tp > 1,
         "machine.compile with context parallel": config.machine.compile and mesh.cp > 1,
         "machine.compile with experts": config.machine.compile and model.experts.count > 0,
+        "machine.compile with pipeline parallel": config.machine.compile and mesh.pp > 1,
+        "batch.ramp with pipeline parallel": resolved.course.growths > 0 and mesh.pp > 1,
         "machine.compile with tensor parallel": config.machine.compile and mesh.tp > 1,
     }
     if used := [name for name, is_used in lacking.items() if is_used]:
