@@ -110,7 +110,7 @@ def test_evaluation_and_generation_drop_nothing() -> None:
         built = parallelize(resolved, Groups(), 0, CPU)
         share = held_out_share(global_batch(config, 0), resolved.batch, 0, CPU)
         losses.append(evaluate(built, [share], Agreement(CPU)))
-        texts.append(generate(built.module, [1, 2], 5, context=8, temperature=0.8, top_k=0, seed=1))
+        texts.append(generate(built.next_logits, [1, 2], 5, context=8, temperature=0.8, top_k=0, seed=1))
     assert losses[0] == losses[1]
     assert texts[0] == texts[1]
 
