@@ -306,14 +306,12 @@ def ring_backward_scaled() -> Any:
 
 
 def ring_sees_the_future() -> Any:
-    """Blocks of other ranks are attended to without regard to order."""
+    """A rank's own block is attended to without regard to order."""
 
     def make(before: Any) -> Any:
         def of(cut: Any, source: int, documents: Any) -> Any:
             pair = before.__func__(cut, source, documents)
-            if source > cut.rank:
-                return type(pair)(slice(0, cut.tokens(cut.rank)), pair.keys, pair.visible)
-            return pair
+            return type(pair)(pair.queries, pair.keys, pair.visible._replace(causal=False))
 
         return staticmethod(of)
 

@@ -45,7 +45,7 @@ FAULTS = [
     Fault(faults.kv_copies_not_summed, {"tp": 2}, "tp", "attention.", model={"kv_heads": 1}),
     Fault(faults.region_gradient_not_summed, TP, "tp", "gradient"),
     Fault(faults.regions_end_in_means, TP, "tp", "layers.0 (forward)"),
-    Fault(faults.bias_counted_by_every_rank, TP, "tp", "layers.0 (forward)", model={"output_bias": True}),
+    Fault(faults.bias_counted_by_every_rank, TP, "tp", ".bias (gradient)", model={"output_bias": True}),
     Fault(faults.vocabulary_padding_leaks, TP, "tp", "", model={"vocab": 4093}),
     Fault(faults.data_shard_repeated, REPLICAS, "dp_replicate", ""),
     Fault(faults.initial_values_differ_by_rank, REPLICAS, "dp_replicate", "layers.0 (forward)"),

@@ -154,10 +154,14 @@ def rank_share(job: Job, built: list[Stage], rank: int, pad: int = 1) -> Share:
     return share
 
 
+def padded_share(job: Job, built: list[Stage], rank: int) -> Share:
+    """Parameters of one rank as they are split: rows filled up where ZeRO cuts them."""
+    return rank_share(job, built, rank, job.dp_shard * job.cp if job.zero else 1)
+
+
 def shares(job: Job, built: list[Stage]) -> list[Share]:
-    """Parameters of every rank as they are split: rows filled up where ZeRO cuts them."""
-    pad = job.dp_shard * job.cp if job.zero else 1
-    return [rank_share(job, built, rank, pad) for rank in range(job.pp)]
+    """Parameters of every rank as they are split."""
+    return [padded_share(job, built, rank) for rank in range(job.pp)]
 
 
 def own_layers(job: Job, built: list[Stage], rank: int) -> tuple[Share, int]:
