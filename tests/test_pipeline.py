@@ -186,7 +186,7 @@ def test_evaluation_and_generation(ranks: Ranks, layout: dict[str, Any]) -> None
     alone = parallelize(resolve_config(of(TIED)), Groups(), 0, CPU).module
     batch = held_out_share(global_batch(config, 0), resolve_config(of(TIED)).batch, 0, CPU)
     with torch.no_grad():
-        summed = sum(alone(b.tokens, b.segments, b.labels).item() for b in batch)
+        summed = sum(alone(b.inputs).item() for b in batch)
         logits = next_logits(alone)([3, 1, 4, 1, 5])
     size = resolve_config(config).mesh.world_size
     for loss, found in ranks.run(loss_and_logits, config, world_size=size):

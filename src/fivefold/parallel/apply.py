@@ -30,7 +30,6 @@ class ParallelModel:
 
     Attributes:
         parameters: what this rank keeps and updates.
-        sequences: of the whole global batch, over which the auxiliary loss is a mean.
         counts_tokens: whether this rank is the one, of all that read the same tokens, that counts them.
         counts_results: whether it is the one, of all that compute the same results, that adds them to sums over the
             run.
@@ -41,7 +40,6 @@ class ParallelModel:
     data: DataParallel
     parameters: list[LocalParameter]
     partial: PartialGradients
-    sequences: int
     counts_tokens: bool
     counts_results: bool
     pipeline: Pipeline | None = None
@@ -58,9 +56,7 @@ class ParallelModel:
     def evaluate(self, micro_batches: Sequence[Samples]) -> float:
         """The summed loss of this rank's micro-batches; under a pipeline, on the last stage's rank, else 0."""
         if self.pipeline is None:
-            losses = [
-                self.module(b.tokens, b.segments, b.labels, positions=b.positions) for b in micro_batches
-            ]
+            losses = [self.module(batch.inputs) for batch in micro_batches]
         else:
             with self.data.gathered():
                 losses = self.pipeline.forward(micro_batches)
@@ -101,6 +97,8 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         initialize(parameter, config.run.seed)
     _zero_buffers(decoder, master_dtype(config.precision), device)
     data.updated()
+    if config.machine.compile:
+        decoder.compile_layers()
     pipeline = tied_copy = None
     if groups.pp is not None:
         count, dtype = resolved.batch.accumulation, compute_dtype(config.precision)
@@ -114,7 +112,6 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         data,
         held,
         PartialGradients(resolved, groups, held),
-        resolved.batch.global_batch,
         counts_tokens=at["tp"] == at["pp"] == 0,
         counts_results=at["tp"] == 0,
         pipeline=pipeline,
@@ -167,7 +164,7 @@ class _Split:
             number = copies(config.model, spec, mesh, ep, zero)
             if spec.name == "embedding.weight" and is_tied_apart(config.model, config.parallel, mesh):
                 number *= 2
-            self.held[spec.name] = LocalParameter(spec, own, value, number)
+            self.held[spec.name] = LocalParameter(spec, own, value, number, division.shard)
         return bucket
 
 

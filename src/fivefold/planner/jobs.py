@@ -25,7 +25,8 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     exact = max(4, item)
     corrected = corrected_momentum(config)
     momentum = config.optimizer.momentum and not corrected
-    moments = {"adamw": 2, "sgd": 1 if momentum else 0}[config.optimizer.name]
+    # Muon keeps one for matrices and two for the rest; counted as two for all, which is a little too much.
+    moments = {"adamw": 2, "muon": 2, "sgd": 1 if momentum else 0}[config.optimizer.name]
     by_hand = on.device.is_cpu and item >= 4  # as nn/by_hand.py has it
     length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
     seen = most_tokens(length, cp) if config.parallel.context == "ring" else length
@@ -33,6 +34,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     return Stack(
         attention="blocked" if blocked else "flash",
         by_hand=by_hand,
+        dropout=config.model.dropout > 0,
         compute_copy=item if item != exact else 0,
         shard_apart=True,
         master=exact,

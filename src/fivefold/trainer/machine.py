@@ -124,9 +124,23 @@ def apply(machine: Machine) -> str:
     if "measure" in (machine.matmul, machine.malloc):
         raise ValueError("apply() takes a resolved [machine] section: call measure() on rank 0 first")
     torch.set_float32_matmul_precision(machine.matmul)
+    torch.backends.cudnn.allow_tf32 = machine.matmul != "highest"  # torch's own default is yes
+    torch.backends.cudnn.benchmark = machine.cudnn_autotune
     if machine.malloc == "default":
         return ""
     return _keep_freed_memory()
+
+
+def settings_text(machine: Machine, device: torch.device) -> str:
+    """What computes, and how, for the start page; `machine` is resolved and in force."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        found = f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
+    else:
+        products = "float32" if machine.matmul == "highest" else "TF32"
+        autotuning = "on" if machine.cudnn_autotune else "off"
+        found = f"{device}, float32 products in {products}, cuDNN autotuning {autotuning}"
+    return found + ", layers compiled" * machine.compile
 
 
 class Product:
