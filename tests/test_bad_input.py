@@ -63,6 +63,13 @@ def words(name: str, *given: str, says: tuple[str, ...]) -> Case:
     return Case(name, given, says, {"a.toml": BASE, "text": "some text\n"})
 
 
+def layouts(name: str, text: str, says: tuple[str, ...], *, muon: bool = False) -> Case:
+    """A file of layouts."""
+    more = ("--set", "optimizer.name=muon") if muon else ()
+    given = ("verify", "a.toml", "--layouts", "l.json", *more)
+    return Case(name, given, says, {"a.toml": BASE, "l.json": text})
+
+
 FILES = [
     file("not TOML", "[model]\nhello\n", "a.toml:2:", "not TOML", "Expected '='"),
     file("binary", b"\x7fELF\x00\xff\xfe", "a.toml", "not a text file", "TOML in UTF-8"),
@@ -396,7 +403,63 @@ COMMANDS = [
     ),
     words("huge seed", "generate", "x", "--seed", str(HUGE), says=("--seed", "64 bits")),
 ]
-CASES = FILES + OVERRIDES + CONTRADICTIONS + TRAIN + COMMANDS
+VERIFY = [
+    words(
+        "verify on ranks that are no number",
+        "verify",
+        "a.toml",
+        "--ranks",
+        "x",
+        says=("--ranks", '"x"', "≥ 0"),
+    ),
+    words(
+        "verify on ranks that the layout has not",
+        *("verify", "a.toml", "--set", "parallel.tp=2", "--set", "parallel.dp_shard=1", "--ranks", "3"),
+        says=("tp 2", "= 2 ranks", "3"),
+    ),
+    words(
+        "verify on more ranks than can be laid out",
+        *("verify", "a.toml", "--layouts", "pairs", "--ranks", "1000003"),
+        says=("--ranks 1000003", "at most"),
+    ),
+    words(
+        "layouts from nowhere",
+        "verify",
+        "a.toml",
+        "--layouts",
+        "some",
+        says=("--layouts some", "all, pairs or a"),
+    ),
+    layouts(
+        "layouts that are no JSON", "tp = 2", says=("--layouts l.json", "JSON list of [parallel] tables")
+    ),
+    layouts(
+        "layouts that are no list", '{"tp": 2}', says=("--layouts l.json", "JSON list of [parallel] tables")
+    ),
+    layouts("no layouts", "[]", says=("--layouts l.json", "empty list", "at least one")),
+    layouts("layout with a key that is not", '[{"tpp": 2}]', says=("--layouts l.json", "tpp", "[parallel]")),
+    layouts("layout with a word for a degree", '[{"tp": "two"}]', says=("--layouts l.json", "[0].tp")),
+    layouts(
+        "layout that is illegal",
+        '[{"dp_shard": 1}, {"tp": 3}]',
+        says=("l.json[1]", "tp = 3", "legal: 2 or 4"),
+    ),
+    layouts("layout that is open", '[{"tp": -1, "dp_shard": -1}]', says=("l.json[0]", "only one")),
+    layouts("layout out of range", '[{"tp": 99999999999}]', says=("--layouts l.json", "tp")),
+    layouts(
+        "layout that is not trained", '[{"tp": 2, "dp_shard": 1}]', says=("l.json[0]", "muon"), muon=True
+    ),
+    words(
+        "verdicts into nowhere",
+        "verify",
+        "a.toml",
+        "--save",
+        "no/where",
+        says=("--save no/where", "director"),
+    ),
+    words("verdicts into a directory", "verify", "a.toml", "--save", ".", says=("--save .", "director")),
+]
+CASES = FILES + OVERRIDES + CONTRADICTIONS + TRAIN + COMMANDS + VERIFY
 
 
 @pytest.fixture(autouse=True)
@@ -428,7 +491,7 @@ def check_refusal(code: int, out: str, err: str, says: tuple[str, ...]) -> None:
 
 
 def test_case_names_are_unique() -> None:
-    groups = (FILES, OVERRIDES, CONTRADICTIONS, TRAIN, COMMANDS)
+    groups = (FILES, OVERRIDES, CONTRADICTIONS, TRAIN, COMMANDS, VERIFY)
     assert all(len({case.name for case in group}) == len(group) for group in groups)
 
 
@@ -454,6 +517,7 @@ REPRESENTATIVE = (
     "nothing to resume",
     "generate from no run",
     "unknown command",
+    "layout that is illegal",
 )
 
 

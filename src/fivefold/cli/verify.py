@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fivefold.proof.verify import Verifier
 
 DEFAULT_RANKS = 4
+MOST_RANKS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 = every layout holds, 1 = one does not."""
     config = load(arguments.config, arguments.overrides)
-    check_trainable(resolve_config(config))
-    require_torch()
     layouts, ranks = _layouts(arguments, config)
     known = _known(arguments.save)
+    require_torch()
     from fivefold.proof.verify import Verifier
 
     documents: list[dict[str, Any]] = []
@@ -77,23 +77,35 @@ def _layouts(arguments: argparse.Namespace, config: Config) -> tuple[list[Config
     from fivefold.proof.layouts import covering, every_layout
 
     if arguments.layouts is None:
-        resolved = resolve_config(config, arguments.ranks)
-        return [replace(config, run=replace(config.run, ranks=resolved.mesh.world_size))], (
-            resolved.mesh.world_size
-        )
+        laid_out = _on_ranks(config, arguments.ranks)
+        return [laid_out], laid_out.run.ranks
     ranks = arguments.ranks or DEFAULT_RANKS
     if arguments.layouts not in ("all", "pairs"):
-        found = [replace(config, parallel=parallel) for parallel in _read(Path(arguments.layouts))]
-        worlds = []
-        for laid_out in found:
-            resolved = resolve_config(laid_out)
-            check_trainable(resolved)
-            worlds.append(resolved.mesh.world_size)
-        return found, max(worlds)
+        found = []
+        for number, parallel in enumerate(_read(Path(arguments.layouts))):
+            try:
+                found.append(_on_ranks(replace(config, parallel=parallel), arguments.ranks))
+            except BadInput as error:
+                raise BadInput(f"--layouts {arguments.layouts}[{number}]: {error}") from None
+        return found, max(laid_out.run.ranks for laid_out in found)
+    if ranks > MOST_RANKS:
+        raise BadInput(f"--ranks {ranks}: all start on this host; expected at most {MOST_RANKS}")
     every = every_layout(config, ranks)
     if not every:
         raise BadInput(f"--ranks {ranks}: the model allows no layout of so many ranks; try 2, 4 or 8")
     return every if arguments.layouts == "all" else covering(every), ranks
+
+
+def _on_ranks(config: Config, ranks: int) -> Config:
+    """`config` on so many ranks; 0 = as many as it says, or needs."""
+    from msgspec.structs import replace
+
+    resolved = resolve_config(config, ranks)
+    check_trainable(resolved)
+    world_size = resolved.mesh.world_size
+    if world_size > MOST_RANKS:
+        raise BadInput(f"the layout takes {world_size} ranks; verify starts at most {MOST_RANKS} on this host")
+    return replace(config, run=replace(config.run, ranks=world_size))
 
 
 def _read(path: Path) -> list[Any]:
@@ -115,10 +127,17 @@ def _read(path: Path) -> list[Any]:
 
 def _known(path: str | None) -> dict[str, dict[str, Any]]:
     """Verdicts of an earlier sweep; a last line cut short by its end is dropped."""
-    if path is None or not Path(path).exists():
+    if path is None:
         return {}
+    place = Path(path)
+    if place.is_dir() or not place.parent.is_dir():
+        raise BadInput(f"--save {path}: expected a file in a directory that is there")
+    try:
+        text = place.read_text(encoding="utf-8") if place.exists() else ""
+    except (OSError, UnicodeDecodeError):
+        raise BadInput(f"--save {path}: not a readable text file; name another") from None
     found = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         try:
             verdict = json.loads(line)
             found[verdict.pop("key")] = verdict
@@ -131,8 +150,8 @@ def _key(config: Config) -> str:
     """What a verdict depends on."""
     import msgspec
 
-    parts = (config.model, config.parallel, config.batch, config.precision, config.optimizer)
-    return msgspec.json.encode(parts).decode()
+    parts = (config.model, config.parallel, config.batch, config.precision, config.optimizer, config.schedule)
+    return msgspec.json.encode((*parts, config.data.document_mask, config.run.seed)).decode()
 
 
 def _verdict(

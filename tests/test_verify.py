@@ -1,0 +1,197 @@
+"""`fivefold verify` on healthy code: layouts of 4 ranks in which every pair of choices meets, and what the command says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import asdict, replace
+
+import faults
+from fivefold.cli import verify as command
+from fivefold.cli.main import main
+from fivefold.config.load import load
+from fivefold.config.tree import Config
+from fivefold.proof.layouts import covering, every_layout
+from fivefold.proof.verify import Verifier
+from fivefold.spec.legal import resolve_config
+
+RANKS = 4
+PRESETS = ("quickstart", "quickstart-moe")
+PARTS = 3
+CASE_KEYS = {
+    "parallel",
+    "passed",
+    "loss_error",
+    "gradient_error",
+    "parameter_error",
+    "first_divergence",
+    "traffic_matches",
+    "traffic",
+    "memory",
+}
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with Verifier(RANKS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def layouts() -> dict[str, list[Config]]:
+    return {preset: covering(every_layout(load(preset), RANKS)) for preset in PRESETS}
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.full if part else ()) for part in range(PARTS)]
+)
+def test_every_pair_of_choices_holds(
+    verifier: Verifier, layouts: dict[str, list[Config]], preset: str, part: int
+) -> None:
+    """`make test` runs every third layout, `make test-full` the others too."""
+    wrong = []
+    for config in layouts[preset][part::PARTS]:
+        case = verifier.case(config, ["float64"])
+        assert set(case.comparisons) == {"float64"} or case.problem
+        if not case.passed:
+            wrong.append(case.document())
+    assert wrong == []
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_pairs_show_all_that_occurs(layouts: dict[str, list[Config]], preset: str) -> None:
+    """In few layouts; every one legal, of exactly so many ranks, and different from the others."""
+    every, few = every_layout(load(preset), RANKS), layouts[preset]
+    assert len(few) < len(every) / 2
+    for config in every:
+        assert resolve_config(config, RANKS).mesh.world_size == RANKS
+    assert len({str(asdict(config.parallel)) for config in every}) == len(every)
+    for key in asdict(every[0].parallel):
+        values = {getattr(config.parallel, key) for config in few}
+        assert values == {getattr(config.parallel, key) for config in every}, key
+
+
+@pytest.mark.parametrize(("preset", "count"), [("quickstart", 563), ("quickstart-moe", 1291)])
+def test_layouts_of_8_ranks(preset: str, count: int) -> None:
+    """As many as the documentation says."""
+    assert len(every_layout(load(preset), 8)) == count
+
+
+# The command
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> Any:
+    out, _ = capsys.readouterr()
+    return json.loads(out)
+
+
+def test_json_of_one_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "quickstart", "--set", "parallel.tp=2", "--json"]) == 0
+    document = told(capsys)
+    assert document.keys() == {"passed", "cases"}
+    assert document["passed"] is True
+    (case,) = document["cases"]
+    assert case.keys() >= CASE_KEYS
+    assert case["parallel"]["tp"] == 2
+    assert case["dtypes"] == ["float64", "float32"]
+    assert case["first_divergence"] is None
+    assert case["traffic_matches"] is True
+    assert case["traffic"] == {}
+    for key in ("loss_error", "gradient_error", "parameter_error"):
+        assert 0 <= case[key] <= 1e-12
+    for measured, predicted in case["memory"].values():
+        assert measured >= 0
+        assert predicted >= 0
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command with ranks whose gradients are means."""
+
+    class Broken(Verifier):
+        def __init__(self, ranks: int) -> None:
+            super().__init__(ranks, faults.gradients_are_means)
+
+    monkeypatch.setattr("fivefold.proof.verify.Verifier", Broken)
+
+
+SHARDED = ("--set", "parallel.dp_replicate=1", "--set", "parallel.dp_shard=2", "--set", "parallel.zero=1")
+
+
+@pytest.mark.injected_fault
+def test_what_does_not_hold_exits_with_1(broken: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "quickstart", *SHARDED]) == 1
+    out, _ = capsys.readouterr()
+    assert "DOES NOT HOLD: dp_shard 2" in out
+    assert "first wrong: " in out
+    assert "a constant factor, 1/2" in out
+    assert "axis: dp_shard" in out
+    assert "1 layout verified" in out
+    assert "1 do not hold" in out
+
+
+def write_layouts(path: Path, *tables: dict[str, Any]) -> str:
+    path.write_text(json.dumps(tables))
+    return str(path)
+
+
+def test_an_interrupted_sweep_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verdicts already there are told again and not computed again; a line cut short is."""
+    tables = [{"dp_replicate": 2, "dp_shard": 1}, {"cp": 2, "dp_shard": 1}, {"tp": 2, "dp_shard": 1}]
+    file, save = write_layouts(tmp_path / "layouts.json", *tables), tmp_path / "verdicts.jsonl"
+    words = ["verify", "quickstart", "--layouts", file, "--save", str(save), "--json"]
+    assert main(words) == 0
+    first = told(capsys)
+    lines = save.read_text().splitlines(keepends=True)
+    assert len(lines) == len(first["cases"]) == 3
+    save.write_text("".join(lines[:2]) + lines[2][:40] + "\n")
+    computed = []
+    case = Verifier.case
+
+    def counting(verifier: Verifier, config: Config, dtypes: Any) -> Any:
+        computed.append(config.parallel)
+        return case(verifier, config, dtypes)
+
+    monkeypatch.setattr(Verifier, "case", counting)
+    assert main(words) == 0
+    assert told(capsys) == first
+    assert [parallel.tp for parallel in computed] == [2]
+    assert main(words) == 0
+    assert told(capsys) == first
+    assert len(computed) == 1
+
+
+def test_a_failure_kept_still_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, save = write_layouts(tmp_path / "layouts.json", {"tp": 2, "dp_shard": 1}), tmp_path / "kept.jsonl"
+    words = ["verify", "quickstart", "--layouts", file, "--save", str(save), "--json"]
+    assert main(words) == 0
+    kept = json.loads(save.read_text())
+    assert told(capsys)["passed"]
+    save.write_text(json.dumps(kept | {"passed": False}) + "\n")
+    assert main(words) == 1
+    assert not told(capsys)["passed"]
+
+
+def test_a_verdict_belongs_to_what_was_verified() -> None:
+    """Another layout, model, batch or precision is another case."""
+    config = load("quickstart")
+    others = [
+        config,
+        replace(config, parallel=replace(config.parallel, tp=2)),
+        replace(config, model=replace(config.model, layers=3)),
+        replace(config, precision=replace(config.precision, dtype="bf16")),
+        replace(config, data=replace(config.data, document_mask=not config.data.document_mask)),
+        replace(config, schedule=replace(config.schedule, kind="linear")),
+        replace(config, run=replace(config.run, seed=5)),
+    ]
+    assert len({command._key(each) for each in others}) == len(others)
