@@ -38,8 +38,11 @@ def replica_degrees(job: Job) -> tuple[int, int]:
 def states(job: Job, share: Share) -> States:
     """Bytes of parameters, gradients and optimizer state, each part split as zero says."""
     stack = job.stack
-    optimizer = stack.moments + (stack.master if stack.compute_copy else 0)
-    copy = stack.compute_copy or stack.master
+    compute_copy = stack.compute_copy
+    if stack.shard_apart and job.zero in (1, 2) and shard_degrees(job)[0] > 1:
+        compute_copy = stack.gather
+    optimizer = stack.moments + (stack.master if compute_copy else 0)
+    copy = compute_copy or stack.master
     if stack.gradient < 4 <= stack.master:
         optimizer += 4  # the step's float32 copy of the gradient
     gathered = 0.0
@@ -100,7 +103,7 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
     if job.zero == 0:
         ranks = shards * job.dp_replicate
         if ranks > 1:
-            axis = "dp_replicate" if job.cp == 1 else "world"
+            axis = "dp_replicate" if job.cp == 1 else "dp_shard_cp"
             found.append(make(axis, "all_reduce", "gradient", count, whole * stack.reduce, ranks, stride))
         return found
     axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"

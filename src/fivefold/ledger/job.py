@@ -23,6 +23,8 @@ class Stack:
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
+        shard_apart: zero 1 and 2 gather parameters into a copy besides the shard that is updated, in the type
+            they are gathered in (parallel/bucket.py).
         master: bytes of a parameter the optimizer updates.
         gather: bytes of a parameter on the wire, where parameters are gathered.
         gradient: bytes of an accumulated gradient.
@@ -62,6 +64,7 @@ class Stack:
     compiled: bool = False
     dropout: bool = False
     compute_copy: int = 2
+    shard_apart: bool = False
     master: int = 4
     gather: int = 2
     gradient: int = 4

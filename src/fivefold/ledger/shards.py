@@ -39,7 +39,7 @@ class Parts(NamedTuple):
 @lru_cache(maxsize=4096)
 def parts(model: Model, tp: int, ep: int, expert_tp: int, pad: int = 1) -> Parts:
     """Shares by the layout table; a tied head's copy on the last stage is the embedding's size. The rows of
-    every dense parameter are filled up to a multiple of `pad`, as FSDP2 does to split them over `pad` ranks."""
+    every dense parameter are filled up to a multiple of `pad`, as it takes to split them over `pad` ranks."""
     embedding = dense = expert = head = norm = Share(0, 0)
     for parameter in representatives(model):
         share = _share(model, parameter, tp, ep, expert_tp, pad)

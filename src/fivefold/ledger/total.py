@@ -138,7 +138,10 @@ def transient(job: Job) -> float:
         found += 2 * 2 * job.tokens * keys * job.itemsize
     unit = max(part.dense_layer.total, part.expert_layer.total)
     edge = max(part.embedding.total, part.head.total)
-    if job.zero == 3 and job.pp == 1:
+    if job.zero >= 2 and job.pp == 1 and job.stack.shard_apart:
+        found += (edge + 2 * unit) * job.stack.reduce
+        found += (edge + 2 * unit) * job.stack.gather if job.zero == 3 else 0.0
+    elif job.zero == 3 and job.pp == 1:
         found += (2 * unit + edge) * job.stack.gather + max(unit, edge) * job.stack.reduce
     elif job.stack.compute_copy == 0 and job.itemsize < job.stack.master:
         found += (2 * unit + edge) * job.itemsize  # parameters cast unit by unit

@@ -8,7 +8,7 @@ Reductions start while backward goes on, as soon as a bucket's last gradient is 
 layer ahead: in forward and in backward (zero 3), or after the update (zero 1 and 2), waited for where they are used.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,11 +127,16 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.clear()
 
-    def tensors(self) -> Iterable[Tensor]:
-        """Parameters in every form this rank holds them."""
-        for bucket in self.buckets:
-            yield from bucket.parameters
-            yield from bucket.values
+    def parameter_tensors(self) -> list[Tensor]:
+        """The parameters this rank holds: with zero 3 its shards, else what forward sees."""
+        return [tensor for bucket in self.buckets for tensor in self._kept(bucket)]
+
+    def master_tensors(self) -> list[Tensor]:
+        """The shards or master copies this rank holds besides."""
+        return [value for bucket in self.buckets for value in bucket.values]
+
+    def _kept(self, bucket: Bucket) -> list[nn.Parameter]:
+        return bucket.values if self.zero == 3 and bucket.gathers else bucket.parameters
 
     def _complete(self, bucket: Bucket) -> None:
         """A bucket's last gradient of this backward is there."""

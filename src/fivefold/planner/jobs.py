@@ -17,9 +17,8 @@ KEPT_SEQUENCE = 2048  # longest sequence for which nn/attention.py keeps probabi
 
 
 def stack_of(config: Config, on: Hardware) -> Stack:
-    """Fivefold's trainer: FSDP2 over float32 (float64) parameters that are the master copy, cast to the
-    compute
-    type unit by unit; flash attention; eager norms and activations; a loss whose logits never exist whole."""
+    """Fivefold's trainer: a master copy in float32 (float64), and a copy of it in the compute type where that is
+    another; flash attention; eager norms and activations; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
     moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
@@ -27,7 +26,8 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     blocked = blocked and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
-        compute_copy=0,
+        compute_copy=item if item != exact else 0,
+        shard_apart=True,
         master=exact,
         gather=item,
         gradient=exact,

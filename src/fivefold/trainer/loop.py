@@ -158,7 +158,9 @@ class Loop:
         self.profiled = True
         found: list[MemoryByCategory] = []
         model, optimizer = self.model, self.stepper.optimizer
-        saved = SavedActivations([*model.data.tensors(), *model.module.buffers()])
+        saved = SavedActivations(
+            [*model.module.parameters(), *model.data.master_tensors(), *model.module.buffers()]
+        )
         with saved as activations, self.session.profiled():
             result = self.stepper.step(
                 share,
@@ -166,9 +168,9 @@ class Loop:
                 flags,
                 lambda _: found.append(
                     memory_by_category(
-                        parameters=model.data.tensors(),
+                        parameters=model.data.parameter_tensors(),
                         gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
-                        optimizer=optimizer.state_tensors(),
+                        optimizer=[*model.data.master_tensors(), *optimizer.state_tensors()],
                         buffers=model.module.buffers(),
                         activations=activations.peak_bytes,
                     )
