@@ -274,14 +274,15 @@ def test_state_loss_and_text_are_the_same_in_every_layout(ranks: Ranks, tmp_path
 def test_one_ranks_bad_number_is_skipped_by_all_and_named(
     ranks: Ranks, where: str, options: dict[str, Any]
 ) -> None:
-    """On rank 2, the first of the second tensor-parallel group, or 1, the second of the first."""
+    """The step is one for all; an output is told of the rank that made it, a gradient after the data ranks shared it."""
     config = toy_config(tp=2, global_batch=4, **options)
     for sick in (1, 2):
         results = ranks.run(step_with_poison, config, sick, float("nan"), where)
         named = {
-            "gradient": f"rank {sick}: gradient of layers.1.attention.query.weight",
+            "gradient": "gradient of layers.1.attention.query.weight in backward",
             "output": f"rank {sick}: output of layers.0.feed_forward in forward",
         }
         for result in results:
             assert result["unchanged"]
-            assert result["skipped"].startswith(named[where]), result["skipped"]
+            assert named[where] in result["skipped"]
+            assert result["skipped"] == results[0]["skipped"]
