@@ -103,9 +103,8 @@ def start_group(wrapped: bool = True) -> Recorder:
 
 
 def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
-    config, rank = resolved.config, dist.get_rank() if dist.is_initialized() else 0
-    layout = config.parallel
-    on_axes = groups(resolved.mesh, layout.ep, layout.zero, config.model.kv_heads, rank)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    on_axes = groups(resolved, rank)
     model = parallelize(resolved, on_axes, rank, CPU)
     optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
     clip, scale = resolved.config.optimizer.clip, LossScale.of(resolved.config.precision)
@@ -138,7 +137,7 @@ def train_on_ranks(
     for step in range(config.run.steps):
         recorder.clear()
         rows = permuted(global_batch(config, step), permutation)
-        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU)
+        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU, resolved.spans(rank))
         lr = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         with nullcontext() if wrapped else DispatchRecorder(recorder):
             result = stepper.step(share, lr, FLAGS, keep_gradients)

@@ -16,6 +16,7 @@ COMMANDS = (
     "collectives",
     "validate",
     "train",
+    "verify",
     "generate",
     "convert",
     "config",

@@ -29,6 +29,10 @@ class Batch:
         """Rows [start, stop), sharing memory with these."""
         return Batch(self.tokens[start:stop], self.labels[start:stop], self.documents[start:stop])
 
+    def columns(self, places: torch.Tensor) -> "Batch":
+        """The `places` [n] of every row."""
+        return Batch(self.tokens[:, places], self.labels[:, places], self.documents[:, places])
+
     def to(self, device: torch.device | str) -> "Batch":
         """The same rows on `device`."""
         return Batch(self.tokens.to(device), self.labels.to(device), self.documents.to(device))

@@ -68,17 +68,34 @@ def _projections(job: Job, core: Core) -> float:
 
 
 def _scores(job: Job, core: Core) -> float:
-    if job.stack.attention == "blocked":  # probabilities of each block of queries up to its end
-        pairs = core.queries * (core.queries + BLOCK) / 2
-        if core.queries % BLOCK:
-            ends = [*range(BLOCK, core.queries, BLOCK), core.queries]
-            starts = range(0, core.queries, BLOCK)
-            pairs = sum((end - start) * end for start, end in zip(starts, ends, strict=True))
-        return float(core.batch * core.heads * pairs * job.itemsize)
+    if job.stack.attention == "blocked" and job.cp > 1 and job.context == "ring":
+        if job.recompute == "attention":
+            return _normalizers(job, core)
+        # Of a rank's own keys, and of half the keys (or half the queries) for every other rank's.
+        others = (job.cp - 1) * core.queries * -(-core.queries // 2)
+        pairs = _causal_pairs(core.queries) + others
+        return float(core.batch * core.heads * pairs * job.itemsize) + (1 + job.cp) * _normalizers(job, core)
+    if job.stack.attention == "blocked":
+        heads, sequence = (core.heads / job.cp, core.keys) if job.cp > 1 else (core.heads, core.queries)
+        return float(core.batch * heads * _causal_pairs(sequence) * job.itemsize)
     if job.stack.attention != "unfused":
         return 4.0 * core.batch * core.heads * core.queries
     pairs = float(core.batch * core.heads * core.queries * core.keys)
     return pairs * (2 * job.itemsize + 1 if job.stack.dropout else job.itemsize)
+
+
+def _causal_pairs(sequence: int) -> float:
+    """Probabilities of each block of queries up to its end."""
+    if sequence % BLOCK == 0:
+        return sequence * (sequence + BLOCK) / 2
+    ends = [*range(BLOCK, sequence, BLOCK), sequence]
+    starts = range(0, sequence, BLOCK)
+    return float(sum((end - start) * end for start, end in zip(starts, ends, strict=True)))
+
+
+def _normalizers(job: Job, core: Core) -> float:
+    """log Σ exp(score) of every query, where it is kept besides probabilities or instead of them."""
+    return float(core.batch * core.heads * core.queries * max(4, job.itemsize))
 
 
 def _feed_forward(job: Job, expert: bool, fused: bool) -> float:
@@ -106,6 +123,8 @@ def saved(job: Job, expert: bool) -> float:
     boundary = job.tokens * job.model.hidden * job.itemsize / job.sequence_split
     if job.recompute == "full":
         return boundary
+    if job.recompute == "attention" and job.cp > 1 and job.context == "ring":
+        return full.total  # the ring is not run again: see `_scores`
     if job.recompute == "attention":
         return full.total - full.core - _core_output(job, expert)
     if job.recompute == "elementwise":
@@ -143,12 +162,12 @@ def loss(job: Job) -> float:
 
 
 def loss_chunk(job: Job) -> float:
-    """The live chunk of logits: 4 Mi of them in the compute type and float32, and the head's gradient there."""
+    """The live chunk of logits: at most 4 Mi, in the compute type and float32, and the head's gradient there."""
     if not job.stack.chunked_loss:
         return 0.0
     vocab = -(-job.model.vocab // job.tp)
     wide = max(4, job.itemsize)
-    return float(LOSS_ELEMENTS * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
+    return float(min(LOSS_ELEMENTS, job.tokens * vocab) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
 
 
 def embedding(job: Job) -> float:

@@ -70,6 +70,7 @@ class Groups(NamedTuple):
     layers: Share
     pieces: int  # groups
     layer_pieces: int
+    expert_pieces: int  # layers with experts, which are groups of their own
 
 
 def rows(job: Job, groups: Groups) -> list[Row]:
@@ -88,7 +89,7 @@ def rows(job: Job, groups: Groups) -> list[Row]:
 
 
 def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, expert: bool) -> list[Row]:
-    stack, count = job.stack, groups.layer_pieces if expert else groups.pieces
+    stack, count = job.stack, groups.expert_pieces if expert else groups.pieces
     what = ("expert parameters" if expert else "parameters") + " of the rank · bytes on the wire"
     stride = job.ep * job.expert_width_split if expert else job.tp
 
@@ -114,7 +115,7 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
         if job.zero == 3 and job.pp == 1:
             gathered = (m * whole * stack.gather, m * layers * stack.gather)
             found.append(make(axis, "all_gather", "forward", m * count, gathered[0], shards, stride))
-            again = m * groups.layer_pieces
+            again = m * (groups.expert_pieces if expert else groups.layer_pieces)
             found.append(make(axis, "all_gather", "backward", again, gathered[1], shards, stride))
         else:
             phase = "forward" if job.zero == 3 else "optimizer"

@@ -1,7 +1,8 @@
 """Expert parallel: what one layer's micro-batch moves. Twin of parallel/expert.py.
 
-Dispatch and combine forward, their transposes backward; each token goes once per chosen expert, so the sum
-over the group is tokens · k · hidden · itemsize exactly, a rank's own part depends on routing.
+How many rows go to each expert, dispatch and combine forward, their transposes backward. Each token goes once per
+chosen expert, so the sum over the group is tokens · k · hidden · itemsize exactly; a rank's own part depends on
+routing.
 """
 
 from math import comb
@@ -24,16 +25,19 @@ def layer_rows(job: Job) -> list[Row]:
     size = routed_rows(job) * job.imbalance * job.model.hidden * job.itemsize
     if job.stack.dispatch_once:
         size *= ranks_per_token(job) / job.model.experts.top_k
+    sizes = 8.0 * job.model.experts.count
+    again = job.recompute in ("elementwise", "full") and job.stack.reruns_traffic
+    text = "tokens · top_k · hidden · itemsize, dispatch and combine"
     return [
-        row(
-            job,
-            "ep",
-            "all_to_all",
-            phase,
-            count=2,
-            size=size,
-            group=job.expert_group(),
-            formula="tokens · top_k · hidden · itemsize, dispatch and combine",
-        )
-        for phase in ("forward", "backward")
+        _row(job, "forward", 3, 2 * size + sizes, text + "; 8 B an expert: how many rows"),
+        _row(job, "backward", 5, 4 * size + sizes, text + ", and the forward again")
+        if again
+        else _row(job, "backward", 2, 2 * size, text),
     ]
+
+
+def _row(job: Job, phase: str, count: int, size: float, formula: str) -> Row:
+    """`count` all-to-alls of `size` bytes together."""
+    group = job.expert_group()
+    each = size / count
+    return row(job, "ep", "all_to_all", phase, count=count, size=each, group=group, formula=formula)

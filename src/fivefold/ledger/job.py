@@ -51,6 +51,7 @@ class Stack:
         reruns_traffic: what recomputation receives again is in the rows, not only in its seconds.
         sums_in_part: gradients that tensor-parallel ranks compute in part (norms, routers, replicated KV heads) are
             summed in the rows.
+        ring_gradient: bytes of a gradient of keys and values on the ring; 0 = as an activation.
         dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
             same kernel (DeepEP, HybridEP); otherwise once per expert.
         bucket_bytes: flat buffers that gradients and parameters pass through on the wire (DeepSpeed: two of 5e8
@@ -84,6 +85,7 @@ class Stack:
     keep_gathered: bool = False
     reruns_traffic: bool = False
     sums_in_part: bool = False
+    ring_gradient: int = 0
     dispatch_once: bool = False
     bucket_bytes: float = 0.0
     graphs: bool = False

@@ -37,7 +37,7 @@ def layer_work(job: Job, is_expert: bool) -> Work:
     stream = _stream(job, work.streamed)
     forward = matmuls + core_forward + stream
     backward = matmuls + core_backward + 1.5 * stream
-    rows = [*tensor.layer_rows(job, is_expert), *context.layer_rows(job, work.core)]
+    rows = [*tensor.layer_rows(job, is_expert), *context.layer_rows(job, work.core, is_expert)]
     rows += expert.layer_rows(job) if is_expert else []
     rows = [_hide(job, item, matmuls, core_forward) for item in rows]
     again = {
@@ -48,11 +48,8 @@ def layer_work(job: Job, is_expert: bool) -> Work:
     }[job.recompute]
     if job.recompute == "full" and job.stack.early_stop:
         again -= _matmul(job, work.matmuls[-1])
-    if job.recompute == "full":
-        rerun = [
-            r for r in rows if r.phase == "forward" and not (r.axis == "tp" and job.stack.reruns_traffic)
-        ]
-        again += sum(r.exposed_seconds for r in rerun)
+    if job.recompute == "full" and not job.stack.reruns_traffic:
+        again += sum(r.exposed_seconds for r in rows if r.phase == "forward")
     split = job.schedule in SPLITS_BACKWARD and job.pp > 1
     return _host_bound(
         job, work, Work(forward, backward + again, weights + (again if split else 0.0), tuple(rows))

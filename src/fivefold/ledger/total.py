@@ -165,7 +165,8 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
     backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
     layers, count = pipeline.own_layers(job, built, rank)
     rest = share.total > layers.total
-    groups = data.Groups(share, layers, max(1, count + rest), max(1, count))
+    experts = sum(stage.content.expert_layers for stage in own)
+    groups = data.Groups(share, layers, max(1, count + rest), max(1, count), max(1, experts))
     found = data.exposed(job, data.rows(job, groups), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
     found += tensor.gradient_rows(job, [stage.content for stage in own])
@@ -191,8 +192,7 @@ def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -
 def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
     """The step of the rank that is through last: its pipeline, traffic that nothing hides, its update."""
     end, rank, ending = slowest(job, built, line, shares)
-    inner = _layer_rows(job, built, rank)
-    inner += [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
+    inner = _inner_rows(job, built, rank)
     exposed = sum(item.exposed_seconds for item in inner)
     time = Time(
         step=end + job.physics.step,
@@ -203,6 +203,19 @@ def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> 
         other=job.physics.step,
     )
     return time, (*inner, *ending.rows)
+
+
+def traffic_of(job: Job, rank: int) -> tuple[Row, ...]:
+    """One step's traffic of a pipeline rank."""
+    built = pipeline.stages(job, pipeline.costs(job))
+    share = pipeline.shares(job, built)[rank]
+    return (*_inner_rows(job, built, rank), *tail(job, built, rank, share).rows)
+
+
+def _inner_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
+    """What passes while micro-batches are under way."""
+    found = _layer_rows(job, built, rank)
+    return found + [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
 
 
 def _layer_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

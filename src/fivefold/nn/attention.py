@@ -1,7 +1,8 @@
 """Causal attention inside documents, with grouped key/value heads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +42,10 @@ class Segments:
         lengths = tuple((ends - first).tolist())
         whole_rows = len(lengths) == documents.shape[0]
         return Segments(lengths, None if whole_rows else documents.to(device or documents.device))
+
+
+Core: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+"""What `causal_attention` is, here or over ranks."""
 
 
 class Packed(NamedTuple):
@@ -108,7 +113,7 @@ class Attention(nn.Module):
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.core = recompute.attention(causal_attention)
+        self.core: Core = recompute.attention(causal_attention)
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = nn.Linear(model.hidden, queries, bias=model.qkv_bias)
         self.key = nn.Linear(model.hidden, keys, bias=model.qkv_bias)

@@ -1,11 +1,14 @@
-"""Causal attention on CPUs, in blocks of queries that see only the keys up to their end.
+"""Causal attention in blocks of queries that see only the keys up to their end, or of any queries to any keys.
 
-Half the work of a full score matrix, all of it in batched matrix products, with the probabilities kept for
-backward: about twice as fast as torch's flash kernel for CPUs, which computes them again.
+Half the work of a full score matrix, all of it in batched matrix products. The probabilities are kept for
+backward, which on CPUs is about twice as fast as torch's flash kernel that computes them again; or they are
+computed again here too, from the logarithm of their normaliser, where they would be too many to keep.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +16,8 @@ from torch.autograd.function import once_differentiable
 
 _BLOCK = 128
 """Queries in a block."""
+_BLOCK_ELEMENTS = 1 << 24
+"""Scores of a block, where they are not kept: batch rows and heads are taken in runs that stay below."""
 
 
 def blocked_causal_attention(
@@ -31,13 +36,192 @@ def blocked_causal_attention(
     Returns:
         `[batch, heads, sequence, head_dim]`.
     """
-    batch, heads, sequence, head_dim = query.shape
     kv_heads = key.shape[1]
-    # The queries of one block that share a KV head become rows of one matrix.
-    grouped = query.reshape(batch * kv_heads, heads // kv_heads, sequence, head_dim)
-    rows = None if documents is None else documents.repeat_interleave(kv_heads, dim=0)
-    out: Tensor = _BlockedCausal.apply(grouped, key.flatten(0, 1), value.flatten(0, 1), rows)  # type: ignore[no-untyped-call]
-    return out.view(batch, heads, sequence, head_dim)
+    rows = per_head(documents, kv_heads)
+    out: Tensor = _BlockedCausal.apply(grouped(query, kv_heads), key.flatten(0, 1), value.flatten(0, 1), rows)  # type: ignore[no-untyped-call]
+    return out.view(query.shape)
+
+
+def grouped(query: Tensor, kv_heads: int) -> Tensor:
+    """`[batch, heads, sequence, head_dim]` → `[batch · kv_heads, group, sequence, head_dim]`: the queries of one
+    block that share a KV head become rows of one matrix."""
+    batch, heads, sequence, head_dim = query.shape
+    return query.reshape(batch * kv_heads, heads // kv_heads, sequence, head_dim)
+
+
+def per_head(documents: Tensor | None, kv_heads: int) -> Tensor | None:
+    """`[batch, sequence]` → `[batch · kv_heads, sequence]`."""
+    return None if documents is None else documents.repeat_interleave(kv_heads, dim=0)
+
+
+class Visible(NamedTuple):
+    """Which keys of a piece its queries see.
+
+    Attributes:
+        causal: query i sees keys 0 … i (there are as many of either); otherwise all.
+        query_documents, key_documents: `[n, rows]` and `[n, keys]`: only those of its document; None = all.
+    """
+
+    causal: bool
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some queries against some keys, each query's result normalised over these keys alone.
+
+    Attributes:
+        out: `[n, group, rows, head_dim]`.
+        normalizer: `[n, group, rows, 1]`, log Σ exp(score); −∞ (and `out` 0) where a query sees no key.
+        kept: the probabilities of each block, if they are kept.
+    """
+
+    out: Tensor
+    normalizer: Tensor
+    kept: list[Tensor]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, visible: Visible, keep: bool) -> Piece:
+    """query `[n, group, rows, head_dim]`, key and value `[n, keys, head_dim]`, in float32 or float64."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    normalizer = out.new_empty((*out.shape[:3], 1))
+    kept = []
+    for block in _blocks(query, key, visible, keep):
+        scores = _scores(query, key, visible, block)
+        largest = scores.amax(dim=-1, keepdim=True)
+        probabilities = scores.softmax(dim=-1)
+        normalizer[block.at] = largest - probabilities.amax(dim=-1, keepdim=True).log()
+        if visible.query_documents is not None and (unseen := largest == float("-inf")).any():
+            probabilities.masked_fill_(unseen, 0.0)
+            normalizer[block.at].masked_fill_(unseen, float("-inf"))
+        out[block.at] = _rows(probabilities, value[block.seen])
+        if keep:
+            kept.append(probabilities)
+    return Piece(out, normalizer, kept)
+
+
+class Slopes(NamedTuple):
+    """Gradients of query `[n, group, rows, head_dim]`, key and value `[n, keys, head_dim]`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def attend_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Visible,
+    kept: list[Tensor],
+    slope: Tensor,
+    mean: Tensor,
+) -> Slopes:
+    """The gradients of a piece whose probabilities were kept.
+
+    Args:
+        slope: the gradient of the result, `[n, group, rows, head_dim]`. Of a query that sees other keys
+            besides, times this piece's share in it, exp(normalizer − log Σ exp(score) of all).
+        mean: Σ slope · result over the last dim, `[n, group, rows, 1]`, times that share too.
+    """
+    slopes = _no_slopes(query, key, value)
+    for block, probabilities in zip(_blocks(query, key, visible, True), kept, strict=True):
+        _add_slopes(slopes, block, query, key, value, probabilities, slope, mean)
+    return slopes
+
+
+def attend_backward_again(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Visible,
+    normalizer: Tensor,
+    slope: Tensor,
+    mean: Tensor,
+) -> Slopes:
+    """As `attend_backward`, the probabilities computed again.
+
+    Args:
+        normalizer: log Σ exp(score) over all keys that a query sees, here or in other pieces, so that `slope`
+            and `mean` are those of the whole result.
+    """
+    slopes = _no_slopes(query, key, value)
+    for block in _blocks(query, key, visible, False):
+        probabilities = _scores(query, key, visible, block).sub_(normalizer[block.at]).exp_()
+        _add_slopes(slopes, block, query, key, value, probabilities, slope, mean)
+    return slopes
+
+
+class _Block(NamedTuple):
+    n: slice
+    start: int
+    end: int
+    keys: int  # that it sees: the first so many
+
+    @property
+    def at(self) -> tuple[slice, slice, slice]:
+        return self.n, slice(None), slice(self.start, self.end)
+
+    @property
+    def seen(self) -> tuple[slice, slice]:
+        return self.n, slice(0, self.keys)
+
+
+def _blocks(query: Tensor, key: Tensor, visible: Visible, keep: bool) -> Iterator[_Block]:
+    n, group, rows, _ = query.shape
+    keys = key.shape[1]
+    run = n if keep else max(1, min(n, _BLOCK_ELEMENTS // max(1, group * min(rows, _BLOCK) * keys)))
+    for first in range(0, n, run):
+        for start in range(0, rows, _BLOCK):
+            end = min(start + _BLOCK, rows)
+            yield _Block(slice(first, min(first + run, n)), start, end, end if visible.causal else keys)
+
+
+def _scores(query: Tensor, key: Tensor, visible: Visible, block: _Block) -> Tensor:
+    """`[n, group, rows, keys]` of a block, −∞ where a key is not seen."""
+    scores = _rows(query[block.at], key[block.seen].transpose(1, 2)).mul_(1 / sqrt(query.shape[-1]))
+    if visible.causal:
+        size = block.end - block.start
+        future = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
+        scores[..., block.start :].masked_fill_(future, float("-inf"))
+    if visible.query_documents is not None and visible.key_documents is not None:
+        own = visible.query_documents[block.n, block.start : block.end].unsqueeze(2)
+        elsewhere = own != visible.key_documents[block.seen].unsqueeze(1)
+        scores.masked_fill_(elsewhere.unsqueeze(1), float("-inf"))
+    return scores
+
+
+def _no_slopes(query: Tensor, key: Tensor, value: Tensor) -> Slopes:
+    contiguous = torch.contiguous_format
+    return Slopes(*(torch.zeros_like(x, memory_format=contiguous) for x in (query, key, value)))
+
+
+def _add_slopes(
+    slopes: Slopes,
+    block: _Block,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    probabilities: Tensor,
+    slope: Tensor,
+    mean: Tensor,
+) -> None:
+    """Adds what one block contributes."""
+    scale = 1 / sqrt(query.shape[-1])
+    incoming = slope[block.at]
+    slopes.value[block.seen].baddbmm_(probabilities.flatten(1, 2).transpose(1, 2), incoming.flatten(1, 2))
+    score_slope = _rows(incoming, value[block.seen].transpose(1, 2))
+    score_slope.sub_(mean[block.at]).mul_(probabilities)
+    slopes.query[block.at] = _rows(score_slope, key[block.seen]).mul_(scale)
+    slopes.key[block.seen].baddbmm_(
+        score_slope.flatten(1, 2).transpose(1, 2), query[block.at].flatten(1, 2), alpha=scale
+    )
+
+
+def _rows(left: Tensor, right: Tensor) -> Tensor:
+    """`[n, group, rows, a]` times `[n, a, b]` → `[n, group, rows, b]`, as one batched product."""
+    return torch.bmm(left.flatten(1, 2), right).view(*left.shape[:3], right.shape[-1])
 
 
 class _BlockedCausal(torch.autograd.Function):
@@ -46,18 +230,11 @@ class _BlockedCausal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        kept = []
-        for start, end in _blocks(query.shape[2]):
-            scores = _scores(query[:, :, start:end], key[:, :end])
-            future = torch.ones(end - start, end - start, dtype=torch.bool, device=query.device).triu(1)
-            scores[..., start:].masked_fill_(future, float("-inf"))
-            if documents is not None:
-                elsewhere = documents[:, start:end].unsqueeze(2) != documents[:, :end].unsqueeze(1)
-                scores.masked_fill_(elsewhere.unsqueeze(1), float("-inf"))
-            probabilities = scores.softmax(dim=-1)
-            out[:, :, start:end] = _rows(probabilities, value[:, :end])
-            kept.append(probabilities)
+        ctx.visible = Visible(True, documents, documents)
+        out, kept = torch.empty_like(query, memory_format=torch.contiguous_format), []
+        for block in _blocks(query, key, ctx.visible, True):
+            kept.append(_scores(query, key, ctx.visible, block).softmax(dim=-1))
+            out[block.at] = _rows(kept[-1], value[block.seen])
         ctx.save_for_backward(query, key, value, out, *kept)
         return out
 
@@ -65,33 +242,6 @@ class _BlockedCausal(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, out, *kept = ctx.saved_tensors
-        scale = 1 / sqrt(query.shape[-1])
-        query_slope = torch.empty_like(query, memory_format=torch.contiguous_format)
-        key_slope, value_slope = torch.zeros_like(key), torch.zeros_like(value)
         mean = (slope * out).sum(dim=-1, keepdim=True)  # Σ_j p_ij · dp_ij
-        for (start, end), probabilities in zip(_blocks(query.shape[2]), kept, strict=True):
-            here = slice(start, end)
-            incoming = slope[:, :, here].flatten(1, 2)
-            flat = probabilities.flatten(1, 2)
-            value_slope[:, :end].baddbmm_(flat.transpose(1, 2), incoming)
-            score_slope = _rows(slope[:, :, here], value[:, :end].transpose(1, 2))
-            score_slope.sub_(mean[:, :, here]).mul_(probabilities)
-            query_slope[:, :, here] = _rows(score_slope, key[:, :end]).mul_(scale)
-            key_slope[:, :end].baddbmm_(
-                score_slope.flatten(1, 2).transpose(1, 2), query[:, :, here].flatten(1, 2), alpha=scale
-            )
-        return query_slope, key_slope, value_slope, None
-
-
-def _blocks(sequence: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _BLOCK, sequence)) for start in range(0, sequence, _BLOCK)]
-
-
-def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """`[n, group, rows, d]` and `[n, keys, d]` → scaled scores `[n, group, rows, keys]`."""
-    return _rows(query, key.transpose(1, 2)).mul_(1 / sqrt(query.shape[-1]))
-
-
-def _rows(left: Tensor, right: Tensor) -> Tensor:
-    """`[n, group, rows, a]` times `[n, a, b]` → `[n, group, rows, b]`, as one batched product."""
-    return torch.bmm(left.flatten(1, 2), right).view(*left.shape[:3], right.shape[-1])
+        slopes = attend_backward(query, key, value, ctx.visible, kept, slope, mean)
+        return *slopes, None

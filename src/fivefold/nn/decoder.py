@@ -91,6 +91,7 @@ class Decoder(nn.Module):
         segments: Segments,
         labels: Tensor | None = None,
         tokens_per_sequence: float = 0.0,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """The summed loss over counted labels, or the logits where no labels are given.
 
@@ -103,12 +104,15 @@ class Decoder(nn.Module):
             segments: the documents packed in `tokens`.
             labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
             tokens_per_sequence: counted tokens of the whole global batch per sequence of it.
+            positions: `[sequence]`, int64, places of the tokens in their sequence, where this rank has only a part
+                of it; None = 0, 1, 2, ….
 
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`.
         """
         region = self.region_of((tokens.shape[0], tokens.shape[1]))
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self._embedded(tokens, positions, region)
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}

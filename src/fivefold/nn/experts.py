@@ -1,5 +1,8 @@
 """Mixture of experts (Shazeer et al. 2017; shared experts: DeepSeekMoE 2024). No token is ever dropped."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,14 +12,26 @@ from fivefold.nn.feed_forward import make_feed_forward
 from fivefold.nn.grouped import GroupedLinear
 from fivefold.nn.router import Choice, Router, Routing
 
+Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Rows `[rows, hidden]`, those of the first expert first, and how many of them each expert has → the same."""
+
+
+def here(compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+    """Computes the rows of all experts on this rank."""
+    return compute(rows, counts)
+
 
 class Experts(nn.Module):
-    """The routed experts (SwiGLU), weighted by the router, and the shared ones that every token passes through."""
+    """The routed experts (SwiGLU), weighted by the router, and the shared ones that every token passes through.
+
+    `exchange` brings rows to where their experts are, and the results back.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         options = model.experts
         self.router = Router(model)
+        self.exchange: Callable[[Compute, Tensor, Tensor], Tensor] = here
         self.selection_bias: Tensor | None
         self.register_buffer("selection_bias", torch.zeros(options.count) if options.router_bias else None)
         self.gate = GroupedLinear(options.count, model.hidden, options.ffn)
@@ -40,8 +55,12 @@ class Experts(nn.Module):
         by_expert = choice.experts.flatten().argsort(stable=True)
         counts = choice.routing.counts
         rows = x.repeat_interleave(top_k, dim=0)[by_expert]
-        rows = self.down(F.silu(self.gate(rows, counts)) * self.up(rows, counts), counts)
+        rows = self.exchange(self._compute, rows, counts)
         back = torch.empty_like(by_expert)
         back[by_expert] = torch.arange(len(by_expert), device=x.device)
-        weighted: Tensor = rows[back].view(tokens, top_k, -1) * choice.weights.unsqueeze(-1)
+        weighted: Tensor = rows[back].view(tokens, top_k, x.shape[1]) * choice.weights.unsqueeze(-1)
         return weighted.sum(dim=1)
+
+    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """As `Compute`, for the experts that this rank has."""
+        return self.down(F.silu(self.gate(rows, counts)) * self.up(rows, counts), counts)  # type: ignore[no-any-return]

@@ -1,5 +1,6 @@
 """Which experts a token goes to, with which weights, and how unbalanced that is."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ class Routing(NamedTuple):
     """What a layer's router did in a micro-batch.
 
     Attributes:
-        imbalance: a scalar, summed over the sequences: see `imbalance`.
+        imbalance: a scalar, summed over the sequences: see `imbalance`; 0 where it costs nothing.
         counts: `[experts]`, int64, choices that fell on each expert.
     """
 
@@ -38,11 +39,15 @@ class Router(nn.Linear):
     """Scores of all experts, in at least float32; the top_k highest are chosen.
 
     A selection bias is added for the choice and for nothing else (DeepSeek-V3 2024, §2.1.2).
+
+    `sum_choices` adds up how often each expert was chosen in each sequence, `[batch, experts]`, over the ranks that
+    hold parts of these sequences; asked only where there is an auxiliary loss.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.hidden, model.experts.count, bias=False)
         self.options = model.experts
+        self.sum_choices: Callable[[Tensor], Tensor] = unchanged
 
     def choose(self, x: Tensor, selection_bias: Tensor | None = None) -> Choice:
         """`x`: `[batch, sequence, hidden]`; `selection_bias`: `[experts]`."""
@@ -57,27 +62,38 @@ class Router(nn.Linear):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         weights = (weights * options.scale).to(x.dtype)
         counts = torch.bincount(experts.flatten(), minlength=options.count)
-        routing = Routing(imbalance(scores, experts), counts)
+        counted = options.auxiliary_loss > 0 and torch.is_grad_enabled()
+        unbalanced = imbalance(scores, experts, self.sum_choices) if counted else scores.new_zeros(())
+        routing = Routing(unbalanced, counts)
         return Choice(experts.flatten(0, 1), weights.flatten(0, 1), routing)
 
 
-def imbalance(scores: Tensor, experts: Tensor) -> Tensor:
+def unchanged(choices: Tensor) -> Tensor:
+    """The sum of choices on the one rank that holds whole sequences."""
+    return choices
+
+
+def imbalance(scores: Tensor, experts: Tensor, sum_choices: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
     """Σ_i f_i · P_i of each sequence, summed over the sequences; 1 a sequence where all experts are used alike.
 
     f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i is the
     mean over its tokens of the score of i, scores normalised to sum to one (DeepSeek-V3 2024, eq. 17-20).
+    It is linear in the scores: where ranks hold parts of the sequences, each has the part of its tokens, and these
+    add up to the whole, and so do their gradients.
 
     Args:
-        scores: `[batch, sequence, experts]`.
-        experts: `[batch, sequence, top_k]`, the chosen ones.
+        scores: `[batch, tokens, experts]`.
+        experts: `[batch, tokens, top_k]`, the chosen ones.
+        sum_choices: see `Router`.
     """
     batch, _, count = scores.shape
-    chosen = experts.flatten(1)  # [batch, sequence · top_k]
-    chosen_counts = scores.new_zeros(batch, count).scatter_add_(
-        1, chosen, torch.ones_like(chosen, dtype=scores.dtype)
+    chosen = experts.flatten(1)  # [batch, tokens · top_k]
+    choices = sum_choices(
+        scores.new_zeros(batch, count).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=scores.dtype))
     )
-    share = chosen_counts * (count / chosen.shape[1])
-    probability = (scores / scores.sum(dim=-1, keepdim=True)).mean(dim=1)
+    everything = choices.sum(dim=1, keepdim=True)  # tokens of the whole sequence · top_k
+    share = choices * (count / everything)
+    probability = (scores / scores.sum(dim=-1, keepdim=True)).sum(dim=1) * (experts.shape[2] / everything)
     return (share * probability).sum()
 
 

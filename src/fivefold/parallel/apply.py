@@ -8,7 +8,9 @@ from torch import nn
 
 from fivefold.nn.decoder import Decoder
 from fivefold.parallel.bucket import Bucket, Division
+from fivefold.parallel.context import context_parallel
 from fivefold.parallel.data import DataParallel, Unit, compute_dtype, master_dtype
+from fivefold.parallel.expert import expert_parallel
 from fivefold.parallel.local import LocalParameter, initialize
 from fivefold.parallel.mesh import Groups
 from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
@@ -54,6 +56,10 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
     specs = {spec.name: spec for spec in parameters(config.model)}
     split = _Split(resolved, groups, rank, device)
     units = [split.unit(module, owned, specs) for module, owned in _owned(decoder)]
+    if groups.cp is not None:
+        context_parallel(decoder, groups.cp, config.parallel)
+    if groups.ep is not None:
+        expert_parallel(decoder, groups.ep)
     if config.model.tied:
         decoder.head.weight = decoder.embedding.weight
     if groups.tp is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fivefold.spec.mesh import Mesh
+from fivefold.spec.legal import Resolved
 
 MakeGroup = Callable[[Sequence[int], str], ProcessGroup]
 
@@ -41,8 +41,10 @@ def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
     return group
 
 
-def groups(mesh: Mesh, ep: int, zero: int, kv_heads: int, rank: int, make: MakeGroup = new_group) -> Groups:
+def groups(resolved: Resolved, rank: int, make: MakeGroup = new_group) -> Groups:
     """This rank's groups, made axis by axis in one order on every rank. Collective."""
+    config, mesh = resolved.config, resolved.mesh
+    ep, zero = config.parallel.ep, config.parallel.zero
     shard_axis = "dp_shard" if mesh.cp == 1 else "dp_shard_cp"
     replicate_axis = "dp_replicate" if zero or mesh.cp == 1 else "dp_shard_cp"
     made: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
@@ -64,7 +66,7 @@ def groups(mesh: Mesh, ep: int, zero: int, kv_heads: int, rank: int, make: MakeG
     shards = of("dp_shard", "cp")
     replicas = of("dp_replicate") if zero else of("dp_replicate", "dp_shard", "cp")
     place = shards.index(rank) // ep * ep
-    tensor, alike = of("tp"), max(1, mesh.tp // kv_heads)
+    tensor, alike = of("tp"), max(1, mesh.tp // config.model.kv_heads)
     copies = tensor.index(rank) // alike * alike
     return Groups(
         pp=group("pp", of("pp")),

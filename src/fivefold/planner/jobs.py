@@ -9,6 +9,7 @@ from fivefold.ledger.job import Job, Stack
 from fivefold.spec import schedules
 from fivefold.spec.legal import resolve_config
 from fivefold.spec.mesh import resolve
+from fivefold.spec.sequence import most_tokens
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
 
@@ -23,7 +24,9 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     exact = max(4, item)
     moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     blocked = on.device.is_cpu and item >= 4
-    blocked = blocked and config.batch.sequence_length <= KEPT_SEQUENCE and not config.model.latent.kv_rank
+    length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
+    seen = most_tokens(length, cp) if config.parallel.context == "ring" else length
+    blocked = blocked and length * seen <= KEPT_SEQUENCE**2 and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
         compute_copy=item if item != exact else 0,
@@ -39,6 +42,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         keep_gathered=True,
         reruns_traffic=True,
         sums_in_part=True,
+        ring_gradient=exact,
         overlap_gradients=True,
         overlap_parameters=True,
     )

@@ -116,6 +116,13 @@ def legal_tp(wish: Wish) -> list[int]:
     ]
 
 
+def _legal_cp(wish: Wish, cp: int, tp: int) -> bool:
+    """Ulysses deals out heads; a ring takes any degree."""
+    if cp == 1 or wish.context == "ring":
+        return True
+    return _is_legal(wish.model, Mesh(cp=cp, tp=tp), Parallel(cp=cp, tp=tp, context="ulysses"))
+
+
 def legal_ep(wish: Wish, ranks: int) -> list[int]:
     """Expert-parallel degrees over `ranks` = data_parallel · cp."""
     count = wish.model.experts.count
@@ -175,7 +182,7 @@ def groups(wish: Wish) -> Iterator[Group]:
                 continue
             for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
                 replicas = world // tp // pp // cp
-                if cp > wish.sequence_length or wish.global_batch % replicas:
+                if cp > wish.sequence_length or wish.global_batch % replicas or not _legal_cp(wish, cp, tp):
                     continue
                 share = wish.global_batch // replicas
                 for micro in _allowed(wish, "micro_batch", divisors(share)):

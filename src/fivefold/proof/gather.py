@@ -1,6 +1,6 @@
 """Whole tensors from the pieces that the ranks hold."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,8 +11,16 @@ from fivefold.parallel.local import Piece
 from fivefold.spec.parts import Part
 
 
+class Sent(NamedTuple):
+    """A piece that can travel between processes."""
+
+    part: Part
+    shape: tuple[int, ...]
+    local: Tensor
+
+
 class Wholes(NamedTuple):
-    """Tensors put together, the same on every rank.
+    """Tensors put together.
 
     Attributes:
         tensors: by name, complete.
@@ -23,17 +31,32 @@ class Wholes(NamedTuple):
     disagreeing: list[str]
 
 
+def sent(held: Mapping[str, Tensor | Piece]) -> dict[str, Sent]:
+    """Copies of what this rank holds."""
+    found = {}
+    for name, tensor in held.items():
+        local = (tensor.local if isinstance(tensor, Piece) else tensor).detach().cpu().clone()
+        part = tensor.part if isinstance(tensor, Piece) else Part((0,) * local.dim(), tuple(local.shape))
+        found[name] = Sent(part, tuple(tensor.shape), local)
+    return found
+
+
 def wholes(held: Mapping[str, Tensor | Piece]) -> Wholes:
-    """Every tensor that any rank holds a part of. Collective over all ranks.
+    """Every tensor that any rank holds a part of, on every rank. Collective over all ranks."""
+    mine = sent(held)
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return assemble(everyone)
+
+
+def assemble(everyone: Iterable[Mapping[str, Sent]]) -> Wholes:
+    """Whole tensors from what all ranks hold.
 
     Raises:
         ValueError: some element of a tensor is held by no rank.
     """
-    mine = {name: _place(tensor) for name, tensor in held.items()}
-    everyone: list[dict[str, tuple[Part, torch.Size, Tensor]]] = [mine]
-    if dist.is_initialized():
-        everyone = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
     tensors: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     disagreeing: dict[str, None] = {}
@@ -43,8 +66,8 @@ def wholes(held: Mapping[str, Tensor | Piece]) -> Wholes:
                 tensors[name] = torch.zeros(shape, dtype=local.dtype)
                 filled[name] = torch.zeros(shape, dtype=torch.bool)
             box = tuple(slice(start, start + size) for start, size in zip(*part, strict=True))
-            known = filled[name][box]
-            if not bool(((tensors[name][box] == local) | (local != local) | ~known).all()):
+            same = (tensors[name][box] == local) | (local != local) | ~filled[name][box]
+            if not bool(same.all()):
                 disagreeing[name] = None
             tensors[name][box] = local
             filled[name][box] = True
@@ -52,10 +75,3 @@ def wholes(held: Mapping[str, Tensor | Piece]) -> Wholes:
     if holes:
         raise ValueError(f"no rank holds all of {', '.join(holes)}")
     return Wholes(tensors, list(disagreeing))
-
-
-def _place(tensor: Tensor | Piece) -> tuple[Part, torch.Size, Tensor]:
-    if isinstance(tensor, Piece):
-        return tensor.part, tensor.shape, tensor.local.cpu().clone()
-    local = tensor.detach().cpu().clone()
-    return Part((0,) * local.dim(), tuple(local.shape)), local.shape, local

@@ -10,6 +10,7 @@ from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_bat
 from fivefold.spec.layout import Axis, Owned, Unit, table
 from fivefold.spec.mesh import Mesh, resolve
 from fivefold.spec.schedules import chunks_of, is_legal, nearest_legal
+from fivefold.spec.sequence import Span, spans
 
 MOST_DIVISOR = 1 << 16
 """Divisors are looked for up to here: the tree allows no more heads and experts."""
@@ -23,6 +24,11 @@ class Resolved:
     mesh: Mesh
     batch: BatchPlan
     learning_rate: LearningRate
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """The stretches of every sequence that `rank` reads."""
+        at = self.mesh.coordinates(rank)["cp"]
+        return spans(self.batch.sequence_length, self.mesh.cp, at, self.config.parallel.context)
 
 
 def resolve_config(config: Config, world_size: int = 0) -> Resolved:
@@ -39,6 +45,11 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
         raise ConfigError(
             f"batch.sequence_length = {config.batch.sequence_length}: longer than model.max_positions; "
             f"expected at most {config.model.max_positions}"
+        )
+    if mesh.cp > config.batch.sequence_length:
+        raise ConfigError(
+            f"parallel.cp = {mesh.cp}: more ranks than a sequence has tokens; "
+            f"expected at most batch.sequence_length = {config.batch.sequence_length}"
         )
     batch = plan_batch(config.batch, mesh)
     check_schedule(config.parallel, mesh, batch)
@@ -137,6 +148,8 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
         raise ConfigError(f"parallel.ep = {parallel.ep}: the model has no experts; set ep = 1")
     _check_degree("tp", mesh.tp, _demands(model, "tp"))
     _check_degree("ep", parallel.ep, [*_demands(model, "ep"), _Demand(shards, f"dp_shard × cp = {shards}")])
+    if parallel.context == "ulysses":
+        _check_degree("cp", mesh.cp, _head_demands(model, mesh.tp))
     _check_stages(model, parallel, mesh)
 
 
@@ -172,6 +185,15 @@ def _demands(model: Model, axis: Axis) -> Iterator[_Demand]:
             yield _Demand(count, f"{count} {placement.unit}")
         elif not placement.padded:
             yield _Demand(count, f"{count} {placement.unit}", placement.replicable)
+
+
+def _head_demands(model: Model, tp: int) -> Iterator[_Demand]:
+    """Of Ulysses, which deals a tensor-parallel rank's heads over cp; KV heads may be fewer than ranks."""
+    share = f" on each of tp {tp} ranks" if tp > 1 else ""
+    heads, kv_heads = model.heads // tp, max(1, model.kv_heads // tp)
+    yield _Demand(heads, f"{heads} heads{share} (context = ulysses)")
+    if not model.latent.kv_rank:
+        yield _Demand(kv_heads, f"{kv_heads} KV heads{share} (context = ulysses)", replicable=True)
 
 
 def _check_degree(axis: Axis, degree: int, demands: Iterable[_Demand]) -> None:
@@ -212,8 +234,6 @@ def check_trainable(resolved: Resolved) -> None:
         f"model.positions = {model.positions}": model.positions == "alibi",
         "model.dropout": model.dropout > 0,
         f"parallel.pp = {mesh.pp}": mesh.pp > 1,
-        f"parallel.cp = {mesh.cp}": mesh.cp > 1,
-        f"parallel.ep = {parallel.ep}": parallel.ep > 1,
         f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
     }
     if used := [name for name, is_used in lacking.items() if is_used]:

@@ -56,7 +56,7 @@ def _in_forward(module: nn.Module, micro_batches: Sequence[MicroBatch]) -> Findi
     try:
         with torch.no_grad():
             for index, batch in enumerate(micro_batches):
-                module(batch.tokens, batch.segments, batch.labels)
+                module(batch.tokens, batch.segments, batch.labels, positions=batch.positions)
                 if culprits and found is None:
                     samples = ", ".join(map(str, batch.sample_ids))
                     text = f"output of {culprits[0] or 'the loss'} in forward, micro-batch {index}, samples {samples}"

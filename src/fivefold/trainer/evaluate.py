@@ -14,7 +14,12 @@ def evaluate(model: ParallelModel, shares: Iterable[Sequence[MicroBatch]], agree
     loss_sum = counted = 0.0
     with torch.no_grad():
         for micro_batch in (micro_batch for share in shares for micro_batch in share):
-            loss = model.module(micro_batch.tokens, micro_batch.segments, micro_batch.labels)
+            loss = model.module(
+                micro_batch.tokens,
+                micro_batch.segments,
+                micro_batch.labels,
+                positions=micro_batch.positions,
+            )
             loss_sum += loss.item() * model.counts_results
             counted += micro_batch.loss_tokens * model.counts_tokens
     loss_sum, counted = agreement.sum(loss_sum, counted)

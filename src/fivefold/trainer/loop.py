@@ -57,8 +57,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
-        layout = config.parallel
-        on_axes = groups(self.resolved.mesh, layout.ep, layout.zero, config.model.kv_heads, session.rank)
+        on_axes = groups(self.resolved, session.rank)
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
@@ -138,7 +137,10 @@ class Loop:
         """One optimizer step and its report; returns whether a stop was agreed."""
         plan, clock, counters = self.resolved.batch, self.stepper.clock, self.counters
         with clock.measure("data"):
-            share = training_share(self.samples, plan, counters.samples, self.data_rank, self.session.device)
+            spans = self.resolved.spans(self.session.rank)
+            share = training_share(
+                self.samples, plan, counters.samples, self.data_rank, self.session.device, spans
+            )
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
         stop_asked = self.stop_requested() or self.observer.is_unheard
         flags = (float(stop_asked), float(self.checkpoints.poll()))
@@ -220,7 +222,10 @@ class Loop:
         if not self.samples.validation_count:
             return
         batches = self.samples.validation_batches(plan.global_batch, config.run.eval_batches)
-        shares = (held_out_share(batch, plan, self.data_rank, self.session.device) for batch in batches)
+        spans = self.resolved.spans(self.session.rank)
+        shares = (
+            held_out_share(batch, plan, self.data_rank, self.session.device, spans) for batch in batches
+        )
         with self.session.recorder.paused():
             self.last_evaluation = evaluate(self.model, shares, self.session.agreement)
         self.observer.evaluation(self.counters.step, self.last_evaluation)

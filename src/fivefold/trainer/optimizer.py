@@ -47,9 +47,8 @@ class LocalOptimizer:
         self.torch.step()
 
     def state_tensors(self) -> list[Tensor]:
-        """Everything it keeps between steps."""
-        kept = [self.torch.state[parameter.value] for parameter in self.parameters]
-        return [value for state in kept for value in state.values() if isinstance(value, Tensor)]
+        """The moments it keeps between steps."""
+        return [self.torch.state[p.value][name] for p in self.parameters for name in self._moments]
 
     def state(self) -> dict[str, Piece]:
         """Moments by global name, laid out like the parameters and sharing storage with the live ones."""

@@ -112,7 +112,9 @@ class Stepper:
         with self.clock.measure("compute"):
             with self.recorder.phase("forward"):
                 per_sequence = loss_tokens / self.model.sequences
-                loss: Tensor = self.model.module(batch.tokens, batch.segments, batch.labels, per_sequence)
+                loss: Tensor = self.model.module(
+                    batch.tokens, batch.segments, batch.labels, per_sequence, batch.positions
+                )
             with self.recorder.phase("backward"):
                 (loss * self.loss_scale.value / loss_tokens).backward()  # type: ignore[no-untyped-call]
                 self.model.data.end_micro_step()

@@ -1,0 +1,155 @@
+"""Prove that a layout computes what one process computes, and moves the bytes that were predicted."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, whole_number
+from fivefold.cli.extras import require_torch
+from fivefold.config.errors import BadInput
+from fivefold.config.load import load
+from fivefold.config.tree import Config
+from fivefold.render.verdict import case_lines, case_title, summary_line
+from fivefold.spec.legal import check_trainable, resolve_config
+
+if TYPE_CHECKING:
+    from fivefold.proof.verify import Verifier
+
+DEFAULT_RANKS = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser)
+    add_json_argument(parser)
+    parser.add_argument(
+        "--layouts",
+        metavar="all|pairs|FILE",
+        help="verify other layouts than the config's: every legal one of --ranks ranks, a few that show every pair of "
+        "choices, or those of a JSON list of [parallel] tables",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=whole_number,
+        default=0,
+        help=f"ranks of the layouts (default {DEFAULT_RANKS}), started on this host",
+    )
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        help="keep each verdict there as a line of JSON, and run none again that it holds",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 = every layout holds, 1 = one does not."""
+    config = load(arguments.config, arguments.overrides)
+    check_trainable(resolve_config(config))
+    require_torch()
+    layouts, ranks = _layouts(arguments, config)
+    known = _known(arguments.save)
+    from fivefold.proof.verify import Verifier
+
+    documents: list[dict[str, Any]] = []
+    started = time.monotonic()
+    with Verifier(ranks) as verifier:
+        for number, laid_out in enumerate(layouts, start=1):
+            documents.append(found := _verdict(verifier, laid_out, len(layouts) > 1, known))
+            if arguments.save and _key(laid_out) not in known:
+                with Path(arguments.save).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(found | {"key": _key(laid_out)}) + "\n")
+            if not arguments.json:
+                _tell(found, number, len(layouts))
+    passed = all(found["passed"] for found in documents)
+    if arguments.json:
+        print(json.dumps({"passed": passed, "cases": documents}, indent=1))
+    else:
+        print(summary_line(documents, time.monotonic() - started))
+    return 0 if passed else 1
+
+
+def _layouts(arguments: argparse.Namespace, config: Config) -> tuple[list[Config], int]:
+    """The configs to verify, and the most ranks one of them takes."""
+    from msgspec.structs import replace
+
+    from fivefold.proof.layouts import covering, every_layout
+
+    if arguments.layouts is None:
+        resolved = resolve_config(config, arguments.ranks)
+        return [replace(config, run=replace(config.run, ranks=resolved.mesh.world_size))], (
+            resolved.mesh.world_size
+        )
+    ranks = arguments.ranks or DEFAULT_RANKS
+    if arguments.layouts not in ("all", "pairs"):
+        found = [replace(config, parallel=parallel) for parallel in _read(Path(arguments.layouts))]
+        worlds = []
+        for laid_out in found:
+            resolved = resolve_config(laid_out)
+            check_trainable(resolved)
+            worlds.append(resolved.mesh.world_size)
+        return found, max(worlds)
+    every = every_layout(config, ranks)
+    if not every:
+        raise BadInput(f"--ranks {ranks}: the model allows no layout of so many ranks; try 2, 4 or 8")
+    return every if arguments.layouts == "all" else covering(every), ranks
+
+
+def _read(path: Path) -> list[Any]:
+    """A JSON list of [parallel] tables."""
+    import msgspec
+
+    from fivefold.config.tree import Parallel
+
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=list[Parallel])
+    except OSError as error:
+        raise BadInput(f"--layouts {path}: {error.strerror}; expected all, pairs or a file") from None
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"--layouts {path}: {error}; expected a JSON list of [parallel] tables") from None
+    if not found:
+        raise BadInput(f"--layouts {path}: an empty list; expected at least one [parallel] table")
+    return found
+
+
+def _known(path: str | None) -> dict[str, dict[str, Any]]:
+    """Verdicts of an earlier sweep; a last line cut short by its end is dropped."""
+    if path is None or not Path(path).exists():
+        return {}
+    found = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            verdict = json.loads(line)
+            found[verdict.pop("key")] = verdict
+        except (ValueError, KeyError, AttributeError):
+            continue
+    return found
+
+
+def _key(config: Config) -> str:
+    """What a verdict depends on."""
+    import msgspec
+
+    parts = (config.model, config.parallel, config.batch, config.precision, config.optimizer)
+    return msgspec.json.encode(parts).decode()
+
+
+def _verdict(
+    verifier: "Verifier", config: Config, is_sweep: bool, known: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    found = known.get(_key(config))
+    if found is not None:
+        return found
+    dtypes = list(dict.fromkeys(("float64", config.precision.dtype)))
+    return verifier.case(config, dtypes[:1] if is_sweep else dtypes).document()
+
+
+def _tell(found: dict[str, Any], number: int, count: int) -> None:
+    """Every verdict where there are few; of a sweep the failures, and how far it is."""
+    if count == 1 or not found["passed"]:
+        print("\n".join(case_lines(found)))
+    if count > 1 and sys.stderr.isatty():
+        print(f"\r{number}/{count} {case_title(found):<70.70}", end="", file=sys.stderr, flush=True)
+        if number == count:
+            print(file=sys.stderr)

@@ -1,0 +1,77 @@
+"""Expert parallel: every rank owns some experts whole, tokens travel to them and back. No token is dropped.
+
+Rows are sorted by expert, so those of a rank's experts lie together: one all-to-all of how many rows go to each
+expert, one of the rows, one of the results (GShard, Lepikhin et al. 2020; dropless: MegaBlocks, Gale et al. 2023).
+Every rank takes part in each, also with nothing to send or to compute.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from fivefold.nn.decoder import Decoder
+from fivefold.nn.experts import Compute, Experts
+
+
+def expert_parallel(decoder: Decoder, group: ProcessGroup) -> None:
+    """Deals the experts of every layer over `group`; its ranks own them in order."""
+    for module in decoder.modules():
+        if isinstance(module, Experts):
+            module.exchange = Exchange(group)
+
+
+class Exchange:
+    """Computes rows where their experts are; in place of `nn.experts.here`."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
+        ranks = self.group.size()
+        sent = counts.view(ranks, -1)  # [rank, its experts]
+        received = torch.empty_like(sent)  # [rank, this rank's experts]
+        dist.all_to_all_single(received, sent.contiguous(), group=self.group)
+        leaving, arriving = sent.sum(1).tolist(), received.sum(1).tolist()
+        arrived: Tensor = _AllToAll.apply(rows, leaving, arriving, self.group)  # type: ignore[no-untyped-call]
+        by_expert = _by_expert(received)
+        results = compute(arrived.index_select(0, by_expert), received.sum(0))
+        back = torch.empty_like(by_expert)
+        back[by_expert] = torch.arange(len(by_expert), device=rows.device)
+        returned: Tensor = _AllToAll.apply(results.index_select(0, back), arriving, leaving, self.group)  # type: ignore[no-untyped-call]
+        return returned
+
+
+def _by_expert(received: Tensor) -> Tensor:
+    """The order that brings rows sorted by rank, then expert, to by expert, then rank.
+
+    Args:
+        received: `[ranks, experts]`, rows of each.
+    """
+    experts = torch.arange(received.shape[1], device=received.device).repeat(received.shape[0])
+    return experts.repeat_interleave(received.flatten()).argsort(stable=True)
+
+
+class _AllToAll(torch.autograd.Function):
+    """`[rows, hidden]`: the first leaving[0] rows go to rank 0, and so on; rows arrive in order of rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, leaving: list[int], arriving: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.leaving, ctx.arriving, ctx.group = leaving, arriving, group
+        return _all_to_all(rows, leaving, arriving, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(slope, ctx.arriving, ctx.leaving, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, leaving: list[int], arriving: list[int], group: ProcessGroup) -> Tensor:
+    received = rows.new_empty((sum(arriving), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), arriving, leaving, group=group)
+    return received

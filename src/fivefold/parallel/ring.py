@@ -1,0 +1,229 @@
+"""Ring attention (Liu et al. 2023) on a zigzag cut.
+
+Keys and values go once around; each rank attends its queries to what it has at hand while the next block is on
+its way, and results are joined by their normalisers (log Σ exp). Backward sends keys and values around again,
+with their gradients one hop behind, each block's last hop bringing its gradient home.
+
+Keys and values travel in the compute type and with their own heads, not those of the queries; their gradients in
+at least float32.
+"""
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from fivefold.nn import blocked_attention as blocked
+from fivefold.nn.attention import KEPT_SEQUENCE, Core, Segments
+from fivefold.nn.blocked_attention import Piece, Visible
+from fivefold.parallel.cut import Cut
+from fivefold.spec.sequence import front_tokens
+
+
+class Ring:
+    """Ring attention over `group`, and `core` where a rank has whole sequences.
+
+    With `recompute_attention` no probabilities are kept, so that backward computes them again and sends no more
+    than without.
+    """
+
+    def __init__(self, group: ProcessGroup, core: Core, recompute_attention: bool) -> None:
+        self.group = group
+        self.core = core
+        self.recompute = recompute_attention
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+        """query and the result `[batch, heads, tokens, head_dim]`, key and value `[batch, kv_heads, tokens,
+        head_dim]`: this rank's tokens; `segments` of whole sequences."""
+        cut = Cut.of_whole(self.group, "ring", query, segments)
+        if cut is None:
+            return self.core(query, key, value, segments)
+        kv_heads = key.shape[1]
+        documents = blocked.per_head(segments.documents, kv_heads)
+        few = cut.length * cut.most <= KEPT_SEQUENCE**2
+        exact = query.dtype in (torch.float32, torch.float64)
+        keep = query.device.type == "cpu" and exact and few and not self.recompute
+        flat = blocked.grouped(query, kv_heads), key.flatten(0, 1), value.flatten(0, 1)
+        out: Tensor = _RingAttention.apply(*flat, cut, documents, keep)  # type: ignore[no-untyped-call]
+        return out.view(query.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairing:
+    """The part of this rank's queries that sees keys of rank `source`, and those keys.
+
+    The queries come after all of an earlier rank's front chunk and before its back chunk; of a later rank's
+    keys the back queries see both chunks and the front ones none.
+    """
+
+    queries: slice
+    keys: slice
+    visible: Visible
+
+    @staticmethod
+    def of(cut: Cut, source: int, documents: Tensor | None) -> "_Pairing":
+        mine, theirs = cut.tokens(cut.rank), cut.tokens(source)
+        queries, keys = slice(0, mine), slice(0, theirs)
+        if source > cut.rank:
+            queries = slice(front_tokens(mine), mine)
+        elif source < cut.rank:
+            keys = slice(0, front_tokens(theirs))
+        seen = (None, None)
+        if documents is not None:
+            seen = cut.of(documents, cut.rank)[:, queries], cut.of(documents, source)[:, keys]  # type: ignore[assignment]
+        return _Pairing(queries, keys, Visible(source == cut.rank, *seen))
+
+
+class _RingAttention(torch.autograd.Function):
+    """query `[n, group, tokens, head_dim]`, key and value `[n, tokens, head_dim]`, documents `[n, length]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cut: Cut, documents: Tensor | None, keep: bool
+    ) -> Tensor:
+        queries = query.to(torch.promote_types(query.dtype, torch.float32))
+        block = _packed(key, value, cut.most)
+        message = _Message.pass_on(block, cut)
+        piece = _attend(queries, block, _Pairing.of(cut, cut.rank, documents), keep)
+        out, normalizer = piece.out, piece.normalizer
+        own, kept = [normalizer.clone()], [piece.kept]
+        for source in cut.earlier():
+            block = message.wait()
+            if source != cut.next:
+                message = _Message.pass_on(block, cut)
+            pair = _Pairing.of(cut, source, documents)
+            piece = _attend(queries, block, pair, keep)
+            _join(out[:, :, pair.queries], normalizer[:, :, pair.queries], piece)
+            own.append(piece.normalizer)
+            kept.append(piece.kept)
+        out = out.to(query.dtype)
+        ctx.cut, ctx.documents, ctx.keep = cut, documents, keep
+        ctx.counts = [len(some) for some in kept]
+        tensors = [query, key, value, out, normalizer]
+        ctx.save_for_backward(*tensors, *(own if keep else ()), *(tensor for some in kept for tensor in some))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        cut: Cut = ctx.cut
+        query, key, value, out, normalizer, *rest = ctx.saved_tensors
+        slope = slope.to(normalizer.dtype)
+        work = _Backward(
+            cut,
+            ctx.documents,
+            query.to(slope.dtype),
+            normalizer,
+            slope,
+            (slope * out).sum(dim=-1, keepdim=True),
+        )
+        own, kept = (rest[: cut.cp], iter(rest[cut.cp :])) if ctx.keep else ([None] * cut.cp, iter(()))
+        pieces = [(one, list(islice(kept, count))) for one, count in zip(own, ctx.counts, strict=True)]
+        block = _packed(key, value, cut.most)
+        message = _Message.pass_on(block, cut)
+        mine = work.piece(block, cut.rank, *pieces[0])
+        gradient: _Message | None = None  # of the block at hand: what the ranks before have added up
+        for hop, source in enumerate(cut.earlier(), start=1):
+            block = message.wait()
+            if source != cut.next:
+                message = _Message.pass_on(block, cut)
+            total = work.piece(block, source, *pieces[hop])
+            if gradient:
+                total += gradient.wait()
+            gradient = _Message.pass_on(total, cut)
+        if gradient:
+            mine += gradient.wait()
+        key_slope, value_slope = mine[:, :, : key.shape[1]].to(key.dtype).unbind()
+        return work.query_slope.to(query.dtype), key_slope, value_slope, None, None, None
+
+
+def _attend(queries: Tensor, block: Tensor, pair: _Pairing, keep: bool) -> Piece:
+    keys, values = block[:, :, pair.keys].to(queries.dtype).unbind()
+    return blocked.attend(queries[:, :, pair.queries], keys, values, pair.visible, keep)
+
+
+class _Backward:
+    """What backward needs of this rank's queries, all in at least float32; shapes as in `blocked.attend_backward`."""
+
+    def __init__(
+        self,
+        cut: Cut,
+        documents: Tensor | None,
+        query: Tensor,
+        normalizer: Tensor,
+        slope: Tensor,
+        mean: Tensor,  # Σ_j p_ij · dp_ij
+    ) -> None:
+        self.cut, self.documents = cut, documents
+        self.query, self.normalizer, self.slope, self.mean = query, normalizer, slope, mean
+        self.query_slope = torch.zeros_like(query, memory_format=torch.contiguous_format)
+
+    def piece(self, block: Tensor, source: int, own: Tensor | None, kept: list[Tensor]) -> Tensor:
+        """Gradients of `block`, `[2, n, most, head_dim]`, by this rank's queries; adds to theirs.
+
+        Args:
+            own: the piece's own normaliser where its probabilities were kept.
+        """
+        pair = _Pairing.of(self.cut, source, self.documents)
+        at = (slice(None), slice(None), pair.queries)
+        keys, values = block[:, :, pair.keys].to(self.query.dtype).unbind()
+        query, slope, mean, normalizer = self.query[at], self.slope[at], self.mean[at], self.normalizer[at]
+        if own is None:
+            found = blocked.attend_backward_again(query, keys, values, pair.visible, normalizer, slope, mean)
+        else:
+            share = (own - normalizer).exp_()
+            found = blocked.attend_backward(
+                query, keys, values, pair.visible, kept, slope * share, mean * share
+            )
+        self.query_slope[at] += found.query
+        gradient = block.new_zeros(block.shape, dtype=self.query.dtype)
+        gradient[0, :, pair.keys], gradient[1, :, pair.keys] = found.key, found.value
+        return gradient
+
+
+def _join(out: Tensor, normalizer: Tensor, piece: Piece) -> None:
+    """Adds a piece to the result over the keys so far, in place; every query has seen a key by then."""
+    joined = torch.logaddexp(normalizer, piece.normalizer)
+    out.mul_((normalizer - joined).exp_())
+    out.addcmul_(piece.out, (piece.normalizer - joined).exp_())
+    normalizer.copy_(joined)
+
+
+def _packed(key: Tensor, value: Tensor, most: int) -> Tensor:
+    """`[2, n, most, head_dim]`: keys and values of one rank as one message."""
+    n, tokens, head_dim = key.shape
+    block = key.new_zeros((2, n, most, head_dim)) if tokens < most else key.new_empty((2, n, most, head_dim))
+    block[0, :, :tokens], block[1, :, :tokens] = key, value
+    return block
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A block on its way to the next rank of the ring, and another from the rank before."""
+
+    sent: Tensor  # must live until it has left
+    received: Tensor
+    works: list[Any]
+
+    @staticmethod
+    def pass_on(block: Tensor, cut: Cut) -> "_Message":
+        received = torch.empty_like(block)
+        before = (cut.rank - 1) % cut.cp
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, block, group=cut.group, group_peer=cut.next),
+                dist.P2POp(dist.irecv, received, group=cut.group, group_peer=before),
+            ]
+        )
+        return _Message(block, received, works)
+
+    def wait(self) -> Tensor:
+        """The block received, once the other has left too."""
+        for work in self.works:
+            work.wait()
+        return self.received

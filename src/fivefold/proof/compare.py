@@ -1,0 +1,191 @@
+"""A layout's account held against that of one process: how far apart, where first, and what kind of wrong."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fivefold.proof.error import errors
+from fivefold.proof.gather import Sent, Wholes, assemble
+from fivefold.proof.measure import Measured
+from fivefold.proof.reference import Reference
+from fivefold.spec.parts import Part
+
+BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """The largest error of each kind, by the design's metric; `inf` where something is missing or not finite."""
+
+    loss: float
+    gradient: float
+    grad_norm: float
+    parameter: float
+    moment: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.gradient, self.grad_norm, self.parameter, self.moment)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was found.
+
+    Attributes:
+        wrong: names of what is beyond the bound, or differs between replicas, in one line each.
+        first: the first module, in forward or backward order, whose output or gradient is beyond the bound.
+        kind: what kind of wrong it is, where that can be told.
+    """
+
+    errors: Errors
+    wrong: tuple[str, ...]
+    first: str | None = None
+    kind: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong
+
+
+def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Comparison:
+    """Every rank's account against the reference."""
+    gradients, state = (
+        assemble(of_rank.gradients for of_rank in found),
+        assemble(of_rank.state for of_rank in found),
+    )
+    initial = assemble(of_rank.initial for of_rank in found)
+    wrong = [f"initial {name} differs" for name in _unequal(initial.tensors, expected.initial)]
+    wrong += [
+        f"replicas of {what}{name} differ"
+        for what, whole in (("initial ", initial), ("gradient of ", gradients), ("", state))
+        for name in whole.disagreeing
+    ]
+    wrong += _decisions(found)
+    of_gradients = _errors(gradients.tensors, expected.gradients)
+    of_parameters = _errors(_family(state, "model."), _family(expected.state, "model."))
+    of_moments = {
+        name: error
+        for moment in (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
+        for name, error in _errors(_family(state, end=moment), _family(expected.state, end=moment)).items()
+    }
+    measured = Errors(
+        _relative(found[0].loss, expected.loss),
+        max(of_gradients.values()),
+        _relative(found[0].grad_norm, expected.grad_norm),
+        max(of_parameters.values()),
+        max(of_moments.values(), default=0.0),
+    )
+    wrong += [f"{what}: error {error:.1e}" for what, error in _named(measured) if not error <= bound]
+    everything = of_gradients | of_parameters | of_moments
+    wrong += [f"{name}: error {error:.1e}" for name, error in everything.items() if not error <= bound]
+    if not wrong:
+        return Comparison(measured, ())
+    first, kind = _first(found, gradients, of_gradients, expected, bound)
+    return Comparison(measured, tuple(wrong), first, kind)
+
+
+def _named(found: Errors) -> list[tuple[str, float]]:
+    return [("loss", found.loss), ("gradient norm", found.grad_norm)]
+
+
+def _errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    missing = dict.fromkeys(found.keys() ^ expected.keys(), float("inf"))
+    common = found.keys() & expected.keys()
+    known = errors({n: found[n] for n in common}, {n: expected[n] for n in common})
+    return missing | {name: error if error == error else float("inf") for name, error in known.items()}
+
+
+def _family(state: Wholes | Mapping[str, Tensor], start: str = "", end: str = "") -> dict[str, Tensor]:
+    tensors = state.tensors if isinstance(state, Wholes) else state
+    return {n: tensor for n, tensor in tensors.items() if n.startswith(start) and n.endswith(end)}
+
+
+def _unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    return [n for n, tensor in expected.items() if n not in found or not torch.equal(found[n], tensor)]
+
+
+def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
+    apart = [abs(f - e) / max(abs(e), 1e-300) for f, e in zip(found, expected, strict=True)]
+    return max(error if error == error else float("inf") for error in apart)
+
+
+def _decisions(found: Sequence[Measured]) -> list[str]:
+    """What every rank must have decided alike."""
+    wrong = []
+    for what in ("loss", "grad_norm", "skipped"):
+        if any(getattr(of_rank, what) != getattr(found[0], what) for of_rank in found):
+            wrong.append(f"ranks disagree on {what}")
+    if any(skipped is not None for skipped in found[0].skipped):
+        wrong.append(f"steps were skipped: {found[0].skipped}")
+    return wrong
+
+
+def _first(
+    found: Sequence[Measured],
+    gradients: Wholes,
+    of_gradients: Mapping[str, float],
+    expected: Reference,
+    bound: float,
+) -> tuple[str | None, str | None]:
+    """The first module in forward order whose output is wrong; else the first in backward order whose gradient is."""
+    for name, whole in expected.streams.items():
+        kept = [stream for of_rank in found for stream in of_rank.streams.get(name, [])]
+        out = torch.full_like(whole, float("nan"))
+        for stream in kept:
+            out[stream.tokens] = stream.values.to(out.dtype)
+        error = _errors({name: out}, {name: whole})[name]
+        if not error <= bound:
+            return f"{name} (forward)", kind_of(out, whole)
+    for name in reversed(list(expected.gradients)):
+        if not of_gradients[name] <= bound:
+            pieces = [of_rank.gradients[name] for of_rank in found if name in of_rank.gradients]
+            if name not in gradients.tensors:
+                return f"{name} (gradient)", "missing"
+            return f"{name} (gradient)", kind_of(gradients.tensors[name], expected.gradients[name], pieces)
+    return None, None
+
+
+def kind_of(found: Tensor, expected: Tensor, pieces: Sequence[Sent] = ()) -> str | None:
+    """What kind of wrong `found` is: zero, a constant factor, one shard only, shards in another order.
+
+    Args:
+        pieces: the parts that ranks hold.
+    """
+    found, expected = found.double(), expected.double()
+    size = expected.norm()
+    if not bool(found.isfinite().all()):
+        return "not finite"
+    if float(found.norm()) <= 1e-9 * float(size):
+        return "zero: it never arrives"
+    factor = float((found * expected).sum() / size.square())
+    if float((found - factor * expected).norm()) <= 1e-6 * float(size):
+        return f"a constant factor, {_number(factor)}"
+    parts = list(dict.fromkeys(piece.part for piece in pieces if piece.part.numel))
+    bad = [part for part in parts if not _close(found[_box(part)], expected[_box(part)])]
+    if 0 < len(bad) < len(parts):
+        return f"{len(bad)} of {len(parts)} shards only, from {list(bad[0].starts)}"
+    if len(parts) > 1 and all(
+        any(_close(found[_box(part)], expected[_box(other)]) for other in parts if other.shape == part.shape)
+        for part in parts
+    ):
+        return "its shards in another order"
+    return None
+
+
+def _number(factor: float) -> str:
+    """As a whole number or one over it, where it is one."""
+    for whole, text in ((factor, "{}"), (1 / factor if factor else 0.0, "1/{}")):
+        if round(whole) and abs(whole - round(whole)) <= 1e-6 * abs(whole):
+            return text.format(round(whole))
+    return f"{factor:.6g}"
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).norm()) <= 1e-6 * max(float(expected.norm()), 1e-300)
+
+
+def _box(part: Part) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(*part, strict=True))

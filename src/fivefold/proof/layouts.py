@@ -1,0 +1,111 @@
+"""Every legal layout of a number of ranks, and a few of them that show every pair of choices together."""
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations, product
+
+from msgspec.structs import asdict, replace
+
+from fivefold.config.errors import ConfigError
+from fivefold.config.tree import Batch, Config, Parallel
+from fivefold.spec.legal import check_trainable, resolve_config
+from fivefold.spec.schedules import chunks_of, is_legal
+
+RECOMPUTE = ("none", "attention", "elementwise", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "dualpipev")
+MOST_ACCUMULATION = 64
+
+
+def every_layout(config: Config, ranks: int) -> list[Config]:
+    """`config` in every layout of exactly `ranks` ranks that its model allows.
+
+    Mesh, zero, sequence parallel, schedule, context kind and expert degree are all combined; recompute and the
+    number of micro-batches take turns over them.
+    """
+    found: list[Config] = []
+    for parallel in _candidates(config.parallel, ranks, bool(config.model.experts.count)):
+        turn = len(found)
+        laid_out = _with_batch(replace(parallel, recompute=RECOMPUTE[turn % 4]), config, 1 + turn // 4 % 3)
+        try:
+            check_trainable(resolve_config(laid_out, ranks))
+        except ConfigError:
+            continue
+        found.append(laid_out)
+    return found
+
+
+def covering(layouts: Iterable[Config]) -> list[Config]:
+    """Few of `layouts` in which every pair of choices that occurs in any of them occurs: greedily, the one with the
+    most new pairs first."""
+    left = [(layout, _pairs(layout)) for layout in layouts]
+    wanted = set().union(*(pairs for _, pairs in left)) if left else set()
+    chosen: list[Config] = []
+    while wanted:
+        layout, pairs = max(left, key=lambda item: len(item[1] & wanted))
+        chosen.append(layout)
+        wanted -= pairs
+    return chosen
+
+
+def _pairs(config: Config) -> frozenset[tuple[tuple[str, object], tuple[str, object]]]:
+    choices = list(asdict(config.parallel).items())
+    choices.append(("accumulation", min(3, resolve_config(config).batch.accumulation)))
+    return frozenset(combinations(choices, 2))
+
+
+def _candidates(base: Parallel, ranks: int, has_experts: bool) -> Iterator[Parallel]:
+    for pp, dp_replicate, dp_shard, cp in product(_divisors(ranks), repeat=4):
+        taken = pp * dp_replicate * dp_shard * cp
+        if ranks % taken:
+            continue
+        shards, tp = dp_shard * cp, ranks // taken
+        for zero, (schedule, chunks), sequence_parallel, context, ep in product(
+            range(4 if shards > 1 else 1),
+            _schedules(pp),
+            (False, True) if tp > 1 else (False,),
+            ("ring", "ulysses") if cp > 1 else (base.context,),
+            _divisors(shards) if has_experts else [1],
+        ):
+            if zero == 0 and dp_shard > 1:  # means the same as replicas
+                continue
+            yield Parallel(
+                pp=pp,
+                dp_replicate=dp_replicate,
+                dp_shard=dp_shard,
+                cp=cp,
+                tp=tp,
+                ep=ep,
+                zero=zero,  # type: ignore[arg-type]
+                sequence_parallel=sequence_parallel,
+                context=context,
+                schedule=schedule,  # type: ignore[arg-type]
+                chunks=chunks,
+                backend=base.backend,
+            )
+
+
+def _schedules(pp: int) -> list[tuple[str, int]]:
+    if pp == 1:
+        return [("1f1b", 1)]
+    return [(name, 2 if name.startswith("interleaved") else 1) for name in SCHEDULES]
+
+
+def _with_batch(parallel: Parallel, config: Config, wanted: int) -> Config:
+    """A batch of at least `wanted` micro-batches a replica, as few as the schedule allows."""
+    accumulation = next(
+        count
+        for count in range(wanted, MOST_ACCUMULATION)
+        if parallel.pp == 1 or is_legal(parallel.schedule, parallel.pp, count)
+    )
+    micro_batch = min(config.batch.micro_batch, 2)
+    replicas = parallel.dp_replicate * parallel.dp_shard
+    batch = Batch(
+        global_batch=accumulation * micro_batch * replicas,
+        micro_batch=micro_batch,
+        sequence_length=config.batch.sequence_length,
+    )
+    chunks = chunks_of(parallel.schedule, parallel.chunks) if parallel.pp > 1 else 1
+    return replace(config, parallel=replace(parallel, chunks=chunks), batch=batch)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,181 @@
+"""What one rank sees of a few steps of a twin: values, gradients, what crossed the links, what memory held."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.collectives.record import Row
+from fivefold.config.tree import Config
+from fivefold.observe.clock import StepClock
+from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
+from fivefold.parallel.apply import ParallelModel, parallelize
+from fivefold.parallel.mesh import groups
+from fivefold.proof.batch import uneven_batch
+from fivefold.proof.gather import Sent, sent
+from fivefold.spec.legal import Resolved, resolve_config
+from fivefold.trainer.batches import MicroBatch, held_out_share
+from fivefold.trainer.loss_scale import LossScale
+from fivefold.trainer.optimizer import LocalOptimizer
+from fivefold.trainer.place import place_from
+from fivefold.trainer.session import Session, open_session
+from fivefold.trainer.state import tensors
+from fivefold.trainer.step import Stepper
+
+FLAGS = (0.0, 0.0)
+TIMEOUT_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class Stream:
+    """A layer's output in the first step: `values` `[tokens, hidden]` of the tokens numbered `tokens`, each its
+    row in the global batch times the sequence length, plus its position."""
+
+    tokens: Tensor
+    values: Tensor
+
+
+@dataclass(slots=True)
+class Measured:
+    """One rank's account.
+
+    Attributes:
+        coordinates: of the rank on the mesh.
+        initial, gradients, state: what it holds of parameters before, of gradients in, and of the run's state after
+            the steps; gradients are those of the first step.
+        streams: of each layer it has.
+        traffic: of the last step.
+        memory: of the first step.
+    """
+
+    coordinates: dict[str, int]
+    initial: dict[str, Sent] = field(default_factory=dict)
+    gradients: dict[str, Sent] = field(default_factory=dict)
+    state: dict[str, Sent] = field(default_factory=dict)
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    skipped: list[str | None] = field(default_factory=list)
+    streams: dict[str, list[Stream]] = field(default_factory=dict)
+    traffic: list[Row] = field(default_factory=list)
+    memory: MemoryByCategory | None = None
+
+
+def measure(
+    _rank: int,
+    world_size: int,
+    twins: Sequence[Config],
+    permutation: int = 0,
+    sabotage: Callable[[], None] | None = None,
+) -> list[Measured]:
+    """Trains each of `twins`, which share a layout, for its steps on this rank. Every rank calls it alike.
+
+    Args:
+        permutation: seed of another order of the rows of each global batch; 0 = as they are.
+        sabotage: called first, to break something.
+    """
+    if sabotage is not None:
+        sabotage()
+    place = place_from(os.environ) if world_size > 1 else None
+    with open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
+        return [_measure(session, resolve_config(config, world_size), permutation) for config in twins]
+
+
+def _measure(session: Session, resolved: Resolved, permutation: int) -> Measured:
+    config, mesh, rank = resolved.config, resolved.mesh, session.rank
+    stepper = _stepper(session, resolved)
+    model = stepper.model
+    found = Measured(mesh.coordinates(rank))
+    found.initial = sent({p.spec.name: p.piece(p.value) for p in model.parameters})
+    saved = SavedActivations([*model.module.parameters(), *model.data.master_tensors()])
+    for step in range(config.run.steps):
+        share = _share(resolved, step, permutation, session)
+        tokens = (step + 1) * resolved.batch.global_batch_tokens
+        learning_rate = resolved.learning_rate.at(tokens)
+        session.recorder.clear()
+        if step == 0:
+            with saved as activations, _watched(resolved, model, share, rank, found):
+                result = stepper.step(
+                    share, learning_rate, FLAGS, lambda _: _inspect(stepper, activations, found)
+                )
+        else:
+            result = stepper.step(share, learning_rate, FLAGS)
+        found.loss.append(result.loss)
+        found.grad_norm.append(result.grad_norm)
+        found.skipped.append(result.skipped)
+    found.traffic = session.recorder.rows()
+    found.state = sent(tensors(model, stepper.optimizer))
+    return found
+
+
+def _stepper(session: Session, resolved: Resolved) -> Stepper:
+    config = resolved.config
+    model = parallelize(resolved, groups(resolved, session.rank), session.rank, session.device)
+    return Stepper(
+        model,
+        LocalOptimizer(config.optimizer, model.parameters),
+        session.agreement,
+        session.recorder,
+        StepClock(),
+        LossScale.of(config.precision),
+        config.optimizer.clip,
+    )
+
+
+def _share(resolved: Resolved, step: int, permutation: int, session: Session) -> list[MicroBatch]:
+    batch = uneven_batch(resolved.config, step)
+    if permutation:
+        order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(permutation))
+        batch = type(batch)(batch.tokens[order], batch.labels[order], batch.documents[order])
+    data_rank, spans = resolved.mesh.data_rank(session.rank), resolved.spans(session.rank)
+    return held_out_share(batch, resolved.batch, data_rank, session.device, spans)
+
+
+def _inspect(stepper: Stepper, activations: SavedActivations, found: Measured) -> None:
+    """While gradients are whole and parameters still the old ones."""
+    model = stepper.model
+    gradients = {p: p.value.grad for p in model.parameters if p.value.grad is not None}
+    found.gradients = sent({p.spec.name: p.piece(gradient) for p, gradient in gradients.items()})
+    found.memory = memory_by_category(
+        parameters=model.data.parameter_tensors(),
+        gradients=gradients.values(),
+        optimizer=[*model.data.master_tensors(), *stepper.optimizer.state_tensors()],
+        buffers=model.module.buffers(),
+        activations=activations.peak_bytes,
+    )
+
+
+@contextmanager
+def _watched(
+    resolved: Resolved, model: ParallelModel, share: Sequence[MicroBatch], rank: int, found: Measured
+) -> Iterator[None]:
+    """Keeps every layer's output."""
+    plan, at = resolved.batch, found.coordinates
+    data_rank = resolved.mesh.data_rank(rank)
+    numbers = [
+        torch.arange(plan.global_batch)[plan.rows(index, data_rank)].unsqueeze(1) * plan.sequence_length
+        + batch.positions.cpu()
+        for index, batch in enumerate(share)
+    ]
+
+    def keep(name: str) -> Callable[[nn.Module, object, tuple[Tensor, object]], None]:
+        kept = found.streams.setdefault(name, [])
+
+        def hook(_module: nn.Module, _inputs: object, output: tuple[Tensor, object]) -> None:
+            values, tokens = output[0].detach().cpu(), numbers[len(kept)].flatten()
+            if values.dim() == 2:  # sequence parallel: this rank's run of the tokens, filled up at the end
+                tokens = tokens[at["tp"] * len(values) :][: len(values)]
+            kept.append(Stream(tokens, values.flatten(0, -2)[: len(tokens)].clone()))
+
+        return hook
+
+    hooks = [
+        layer.register_forward_hook(keep(f"layers.{index}")) for index, layer in model.module.layers.items()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

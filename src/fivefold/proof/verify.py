@@ -1,0 +1,247 @@
+"""Does a layout compute what one process computes, and did it cost what was predicted?"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from fivefold.collectives.record import Row
+from fivefold.config.tree import Config, Parallel
+from fivefold.ledger.total import estimate, traffic_of
+from fivefold.planner.jobs import job_of
+from fivefold.proof.compare import BOUNDS, Comparison, compare
+from fivefold.proof.measure import Measured, measure
+from fivefold.proof.ranks import RankError, Ranks
+from fivefold.proof.reference import Reference, reference
+from fivefold.proof.twin import twin
+from fivefold.spec.mesh import AXES, resolve
+
+PERMUTATIONS = (1, 2, 3)
+HALF_FACTOR = 3.0
+"""bf16 and fp16 may be this much further off than what one process shows when its rows change places."""
+CASE_SECONDS = 180.0
+
+
+@dataclass(slots=True)
+class Case:
+    """One layout's verdict.
+
+    Attributes:
+        dtypes: what was computed in, float64 first.
+        comparisons: by dtype.
+        traffic: (measured, predicted) bytes by "axis primitive phase" where they differ, on some rank.
+        memory: (measured, predicted) bytes by category on the fullest rank.
+        axis: the axis that owns what is wrong.
+        problem: why nothing could be compared.
+    """
+
+    parallel: Parallel
+    accumulation: int
+    dtypes: tuple[str, ...]
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    axis: str | None = None
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and not self.traffic and all(c.passed for c in self.comparisons.values())
+
+    @property
+    def failed(self) -> Comparison | None:
+        """The comparison that failed, float64's first."""
+        return next((c for c in self.comparisons.values() if not c.passed), None)
+
+    def document(self) -> dict[str, Any]:
+        """As `fivefold verify --json` prints it."""
+        failed = self.failed
+        shown = failed or next(iter(self.comparisons.values()), None)
+        return {
+            "parallel": asdict(self.parallel),
+            "accumulation": self.accumulation,
+            "passed": self.passed,
+            "dtypes": list(self.dtypes),
+            "loss_error": shown.errors.loss if shown else None,
+            "gradient_error": shown.errors.gradient if shown else None,
+            "parameter_error": shown.errors.parameter if shown else None,
+            "first_divergence": failed.first if failed else None,
+            "axis": self.axis,
+            "kind": failed.kind if failed else None,
+            "wrong": list(failed.wrong) if failed else [],
+            "traffic_matches": not self.traffic,
+            "traffic": {name: list(pair) for name, pair in self.traffic.items()},
+            "memory": {name: list(pair) for name, pair in self.memory.items()},
+            "problem": self.problem,
+        }
+
+
+class Verifier:
+    """Runs cases on one pool of ranks; a context manager."""
+
+    def __init__(self, ranks: int, sabotage: Callable[[], None] | None = None) -> None:
+        """`sabotage` is called on every rank before a case, to break something: verify must find it."""
+        self._count = ranks
+        self._sabotage = sabotage
+        self._ranks: Ranks | None = None
+        self._references: dict[bytes, Reference] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def case(self, config: Config, dtypes: Sequence[str]) -> Case:
+        """Verifies the twin of `config`, in its layout, computing in each of `dtypes`."""
+        ranks = resolve(config.parallel, config.run.ranks).world_size
+        twins = [twin(config, dtype, ranks) for dtype in dtypes]
+        first = twins[0]
+        mesh = resolve(first.parallel, ranks)
+        accumulation = first.batch.global_batch // (first.batch.micro_batch * mesh.data_parallel)
+        try:
+            found = self._measure(twins, ranks)
+        except RankError as error:
+            axis = self._owner(config, dtypes[0])
+            return Case(first.parallel, accumulation, tuple(dtypes), axis=axis, problem=_line(error))
+        case = Case(first.parallel, accumulation, tuple(dtypes))
+        for of_twin, measured in zip(twins, found, strict=True):
+            expected, bound = self._reference(of_twin), self._bound(of_twin)
+            case.comparisons[of_twin.precision.dtype] = compare(measured, expected, bound)
+        last = twins[-1]
+        case.traffic.update(_traffic(last, ranks, found[-1]))
+        case.memory.update(_memory(last, ranks, found[-1]))
+        if case.failed is not None:
+            case.axis = self._owner(config, dtypes[0])
+        return case
+
+    def _measure(self, twins: Sequence[Config], ranks: int) -> list[list[Measured]]:
+        """By twin, then by rank."""
+        if self._ranks is None:
+            self._ranks = Ranks(self._count, backend=None)
+        try:
+            of_ranks = self._ranks.run(
+                measure, list(twins), 0, self._sabotage, world_size=ranks, timeout=CASE_SECONDS
+            )
+        except RankError:
+            self._ranks = None  # an error ends them
+            raise
+        return [list(of_twin) for of_twin in zip(*of_ranks, strict=True)]
+
+    def _reference(self, config: Config) -> Reference:
+        """Computed once for all layouts of the same twin."""
+        key = msgspec.json.encode(
+            replace(config, parallel=Parallel(), batch=replace(config.batch, micro_batch=1))
+        )
+        if key not in self._references:
+            self._references[key] = reference(config)
+        return self._references[key]
+
+    def _bound(self, config: Config) -> float:
+        dtype = config.precision.dtype
+        if dtype in BOUNDS:
+            return BOUNDS[dtype]
+        alone = replace(config, parallel=Parallel())
+        shuffled = [measure(0, 1, [alone], seed) for seed in PERMUTATIONS]
+        expected = self._reference(config)
+        return HALF_FACTOR * max(compare(found, expected, 0.0).errors.worst for found in shuffled)
+
+    def _owner(self, config: Config, dtype: str) -> str:
+        """The axis that is wrong by itself; where none is, those of the layout together."""
+        used = _used(config.parallel)
+        for axis in used if len(used) > 1 else []:
+            alone = replace(config, parallel=_only(config.parallel, axis))
+            ranks = resolve(alone.parallel).world_size
+            of_twin = twin(alone, dtype, ranks)
+            try:
+                (found,) = self._measure([of_twin], ranks)
+            except RankError:
+                return axis
+            if not compare(found, self._reference(of_twin), self._bound(of_twin)).passed:
+                return axis
+        return " with ".join(used) or "none"
+
+
+def _used(parallel: Parallel) -> list[str]:
+    """The axes of a layout, those that ep rests on before it."""
+    mesh = resolve(parallel)
+    used = [axis for axis in AXES if getattr(mesh, axis) > 1]
+    return used + (["ep"] if parallel.ep > 1 else [])
+
+
+KEPT = {
+    "pp": ("pp", "schedule", "chunks", "recompute"),
+    "dp_replicate": ("dp_replicate",),
+    "dp_shard": ("dp_shard", "zero"),
+    "cp": ("cp", "context"),
+    "tp": ("tp", "sequence_parallel"),
+    "ep": ("dp_shard", "cp", "context", "zero", "ep"),
+}
+"""What of a layout belongs to an axis."""
+
+
+def _only(parallel: Parallel, axis: str) -> Parallel:
+    """The layout with nothing but an axis."""
+    kept = {name: getattr(parallel, name) for name in (*KEPT[axis], "backend")}
+    return Parallel(**({"dp_shard": 1} | kept))
+
+
+def _traffic(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str, tuple[int, int]]:
+    """(measured, predicted) bytes where they differ.
+
+    What a rank sends to experts depends on routing: there it is the sum over all ranks of the stage that must be as
+    predicted. Else the rank at the beginning of every other axis, which holds the most, is asked.
+    """
+    job = dataclasses.replace(job_of(replace(config, run=replace(config.run, ranks=ranks))), imbalance=1.0)
+    differing: dict[str, tuple[int, int]] = {}
+    for stage in range(job.pp):
+        of_stage = [of_rank for of_rank in found if of_rank.coordinates["pp"] == stage]
+        measured, everywhere = _bytes(of_stage[0].traffic), Counter[str]()
+        for of_rank in of_stage:
+            everywhere.update(_bytes(of_rank.traffic))
+        predicted: Counter[str] = Counter()
+        for row in traffic_of(job, stage):
+            predicted[f"{row.axis} {row.primitive} {row.phase}"] += round(row.bytes_per_rank)
+        for name in measured.keys() | predicted.keys():
+            here, told = measured[name], predicted[name]
+            if name.startswith("ep "):
+                here, told = everywhere[name], told * len(of_stage)
+            if here != told:
+                differing.setdefault(name, (here, told))
+    return differing
+
+
+def _bytes(rows: Iterable[Row]) -> Counter[str]:
+    """By axis, primitive and phase; a message counts where it is sent."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        if row.primitive not in ("recv", "barrier"):
+            found[f"{row.axis} {row.primitive} {row.phase}"] += row.bytes_per_rank
+    return found
+
+
+def _memory(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str, tuple[int, int]]:
+    """(measured, predicted) bytes of each category, each on the rank where it is most; of activations, what autograd
+    keeps for backward."""
+    ledger = estimate(job_of(replace(config, run=replace(config.run, ranks=ranks))))
+    told = [of_rank.memory for of_rank in found if of_rank.memory is not None]
+    found_bytes = {
+        name: (
+            max(getattr(memory, name) for memory in told),
+            round(max(getattr(of_class.memory, name) for of_class in ledger.ranks)),
+        )
+        for name in ("parameters", "gradients", "optimizer")
+    }
+    saved = max(memory.activations for memory in told), round(max(ledger.timeline.peak_in_flight))
+    return found_bytes | {"activations": saved}
+
+
+def _line(error: RankError) -> str:
+    """The last line of what the first rank said."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else "a rank failed"

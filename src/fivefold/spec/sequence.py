@@ -1,0 +1,36 @@
+"""Which tokens of a sequence each context-parallel rank holds.
+
+Lengths need not divide: ranks differ by one token at most, and none holds padding.
+"""
+
+from typing import Literal
+
+Kind = Literal["ring", "ulysses"]
+Span = tuple[int, int]
+
+
+def most_tokens(length: int, cp: int) -> int:
+    """Tokens of the fullest rank: the first `length` mod `cp` ranks hold one more than the others."""
+    return -(-length // cp)
+
+
+def spans(length: int, cp: int, rank: int, kind: Kind) -> tuple[Span, ...]:
+    """The stretches [start, stop) of a sequence that context-parallel rank `rank` holds, in order.
+
+    Ulysses: one stretch. Ring: the sequence is cut into 2·cp chunks, and a rank holds one from the front and
+    its mirror image from the back, so that causal attention is the same work for all (zigzag).
+    """
+    sizes = [length // cp + (other < length % cp) for other in range(cp)]
+    if kind == "ulysses" or cp == 1:
+        start = sum(sizes[:rank])
+        return ((start, start + sizes[rank]),)
+    fronts = [front_tokens(size) for size in sizes]
+    start = sum(fronts[:rank])
+    stop = length - sum(size - front for size, front in zip(sizes[:rank], fronts[:rank], strict=True))
+    back = sizes[rank] - fronts[rank]
+    return (start, start + fronts[rank]), (stop - back, stop)
+
+
+def front_tokens(tokens: int) -> int:
+    """How many of a rank's `tokens` belong to its front chunk (ring)."""
+    return -(-tokens // 2)
