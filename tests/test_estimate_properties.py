@@ -1,14 +1,19 @@
 """Estimates of any layout hold together, and every refusal is one line with a number."""
 
 import json
+import re
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fivefold.config.errors import BadInput
 from fivefold.config.load import load, preset_names
+from fivefold.config.tree import Parallel
 from fivefold.ledger.total import estimate
 from fivefold.planner.document import document
 from fivefold.planner.explain import explain, lines
@@ -36,6 +41,13 @@ KEYS: dict[str, Any] = {
 MODELS = [name for name in preset_names("models") if name not in ("bloom-176b", "gpt3-175b")]
 
 
+def check_refusal(text: str) -> None:
+    """One line with a number, and a value that would be legal there."""
+    assert "\n" not in text
+    assert any(letter.isdigit() for letter in text)
+    assert re.search(r"nearest legal|; set |expected at most|; use |fill 1 to", text), text
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     model=st.sampled_from(MODELS),
@@ -55,8 +67,7 @@ def test_parts_sum_up_or_the_refusal_has_a_number(
     except BadInput as refusal:
         refused = str(refusal)
     if refused:
-        assert "\n" not in refused
-        assert any(letter.isdigit() for letter in refused)
+        check_refusal(refused)
         return
     ledger = estimate(job)
     found = document(ledger)
@@ -72,3 +83,36 @@ def test_parts_sum_up_or_the_refusal_has_a_number(
         assert row["wire_bytes"] <= 2 * row["bytes_per_rank"]
     for line in lines(ledger):
         assert "source:" in explain(ledger, line)
+
+
+SWITCHES: dict[str, tuple[Any, Any]] = {
+    "pp": (1, 2),
+    "dp_replicate": (1, 2),
+    "cp": (1, 2),
+    "tp": (1, 2),
+    "ep": (1, 2),
+    "zero": (0, 3),
+    "sequence_parallel": (False, True),
+    "schedule": ("1f1b", "dualpipev"),
+    "recompute": ("none", "full"),
+}
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
+def test_every_switch_on_or_off(model: str, tmp_path: Path) -> None:
+    """All on/off combinations of the axes: an estimate, or a refusal with a number and a legal neighbour."""
+    (tmp_path / "c.toml").write_text(
+        f'[model]\npreset = "{model}"\n[cluster]\npreset = "4x8 h100"\n[batch]\nglobal_batch = 32\n'
+    )
+    base = load(str(tmp_path / "c.toml"))
+    estimated = 0
+    for values in product(*SWITCHES.values()):
+        parallel = Parallel(**dict(zip(SWITCHES, values, strict=True)))
+        try:
+            job = job_of(replace(base, parallel=parallel))
+        except BadInput as refusal:
+            check_refusal(str(refusal))
+            continue
+        estimated += 1
+        assert estimate(job).time.step > 0
+    assert estimated >= 32

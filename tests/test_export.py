@@ -52,6 +52,31 @@ def test_deepspeed(capsys: Any, config: str, tmp_path: Path) -> None:
     assert back["world_size"] == 16
 
 
+class DataParallelOf:
+    """What DeepSpeed asks a model-parallel unit for."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.ranks
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_deepspeeds_own_parser(capsys: Any, config: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = (f"parallel.zero={zero}", "parallel.pp=1", "parallel.tp=2", "parallel.cp=1")
+    found = json.loads(emitted(capsys, config, "deepspeed", *keys, "model.preset=qwen2.5-0.5b")[0])
+    theirs = pytest.importorskip("deepspeed.runtime.config")
+    monkeypatch.setattr(
+        theirs.dist, "get_rank", lambda: 0
+    )  # without a launcher it takes the world for one rank
+    parsed = theirs.DeepSpeedConfig(found, mpu=DataParallelOf(8))
+    assert parsed.zero_optimization_stage == zero
+    assert parsed.train_batch_size == 64
+    assert parsed.tensor_parallel_config.autotp_size == 2
+    assert parsed.bfloat16_config.enabled
+
+
 def test_accelerate(capsys: Any, config: str, tmp_path: Path) -> None:
     out, _ = emitted(capsys, config, "accelerate", "parallel.zero=3", "parallel.pp=1", "parallel.tp=2")
     assert "distributed_type: FSDP" in out
@@ -76,6 +101,11 @@ def test_torchtitan(capsys: Any, config: str) -> None:
     for section, known in (("training", theirs.TrainingConfig), ("parallelism", theirs.ParallelismConfig)):
         named = {key.partition(".")[2].removeprefix("no-") for key in flags if key.startswith(section)}
         assert named <= set(known.__dataclass_fields__)
+        values = {
+            key.partition(".")[2]: value for key, value in flags.items() if key.startswith(section + ".")
+        }
+        typed = {name: int(value) for name, value in values.items() if value.isdigit()}
+        assert all(getattr(known(**typed), name) == value for name, value in typed.items())
 
 
 def test_megatron(capsys: Any, config: str) -> None:
@@ -83,6 +113,35 @@ def test_megatron(capsys: Any, config: str) -> None:
     assert "--tensor-model-parallel-size 2" in out
     assert "--num-query-groups 8" in out
     assert "zbv" in err
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("recompute", ["none", "attention", "elementwise", "full"])
+def test_megatrons_own_config(capsys: Any, config: str, model: str, recompute: str) -> None:
+    """Of the arguments those that are fields of the core's config; its checks run when it is made. The argument
+    parser itself is in no package."""
+    keys = (f"model.preset={model}", f"parallel.recompute={recompute}", "parallel.tp=2", "parallel.pp=2",
+            "parallel.sequence_parallel=true", "parallel.schedule=1f1b")  # fmt: skip
+    out, _ = emitted(capsys, config, "megatron", *keys)
+    theirs = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
+    values: dict[str, Any] = {}
+    name = ""
+    for word in out.replace("\\", " ").split():
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            values[name] = True
+        elif name == "recompute_modules":
+            values[name] = [*(values[name] if values[name] is not True else []), word]
+        else:
+            values[name] = int(word) if word.isdigit() else word
+    values["num_moe_experts"] = values.pop("num_experts", None)
+    values |= {
+        "pipeline_dtype": theirs.__dataclass_fields__["params_dtype"].default,
+        "add_bias_linear": False,
+    }
+    made = theirs(**{key: value for key, value in values.items() if key in theirs.__dataclass_fields__})
+    assert (made.tensor_model_parallel_size, made.pipeline_model_parallel_size) == (2, 2)
+    assert made.num_moe_experts == (128 if "30b" in model else None)
 
 
 HF: dict[str, dict[str, Any]] = {

@@ -3,14 +3,19 @@
 Tests import torch; the ledger does not.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fivefold.config.tree import Config, Model
+from fivefold.config.tree import Config, Experts, LatentAttention, Model
 from fivefold.ledger import activations, flops, hardware
 from fivefold.ledger.job import Job, Stack
 from fivefold.ledger.operations import head, layer
@@ -22,11 +27,33 @@ from fivefold.nn.rotary import rotary_table
 from fivefold.planner.jobs import job_of
 from fivefold.spec.legal import resolve_config
 from fivefold.spec.parameters import total
+from reference_blocks import alibi_attention, feed_forward, latent_attention, layer_weights
 from test_traffic import closed_form
 from toy import toy_config
 
 MODEL = Model(layers=2, hidden=256, heads=4, kv_heads=4, ffn=688, vocab=512)
 GROUPED = Model(layers=2, hidden=256, heads=8, kv_heads=2, ffn=640, vocab=500, tied=True)
+GPT = Model(
+    layers=2, hidden=256, heads=4, ffn=1024, vocab=512, tied=True, activation="gelu_tanh", norm="layernorm",
+    positions="learned", qkv_bias=True, output_bias=True,
+)  # fmt: skip
+QWEN = replace(MODEL, kv_heads=2, qk_norm=True, qkv_bias=True)
+MOE = replace(MODEL, experts=Experts(count=8, top_k=2, ffn=96, auxiliary_loss=0.01))
+SHARED = replace(
+    MODEL,
+    experts=Experts(
+        count=8, top_k=3, ffn=96, shared_ffn=128, shared_gate=True, router="sigmoid", router_bias=True,
+        normalize_top_k=False, scale=2.5,
+    ),
+)  # fmt: skip
+LATENT = LatentAttention(q_rank=48, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=40)
+UNTRAINED = {
+    "DeepSeek": replace(MODEL, latent=LATENT),
+    "DeepSeek-lite": replace(MODEL, latent=replace(LATENT, q_rank=0)),
+    "BLOOM": replace(GPT, positions="alibi", activation="gelu", embedding_norm=True),
+}
+BLOCKS = {"Llama": MODEL, "GPT-2": GPT, "Qwen3": QWEN, "Mixtral": MOE, "shared experts": SHARED}
+MODELS = {**BLOCKS, "grouped heads": GROUPED}
 DTYPES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 2}
 
 
@@ -43,68 +70,138 @@ def whole_rows(batch: int, length: int) -> Segments:
     return Segments.from_documents(torch.zeros(batch, length, dtype=torch.int64))
 
 
-def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes of storages one decoder layer keeps, parameters and shared tables apart."""
-    block = DecoderLayer(model, 0, Recompute(mode)).to(dtype)
-    tables = rotary_table(model, torch.arange(length))
-    own = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *tables)}
-    seen: dict[int, tuple[int, Any]] = {}
+class Alive(TorchDispatchMode):
+    """Storages that operators made and that still live: with only a graph held, those that its backward keeps."""
 
-    def pack(tensor: Tensor) -> Tensor:
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = (storage.nbytes(), storage)
-        return tensor
+        self.found[storage.data_ptr()] = (storage.nbytes(), StorageWeakRef(storage))
 
-    x = torch.randn(batch, length, model.hidden, dtype=dtype, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out, _ = block(x, tables, whole_rows(batch, length))
-    assert out.requires_grad
-    return sum(size for pointer, (size, _) in seen.items() if pointer not in own)
+    def bytes_besides(self, own: Iterable[Tensor]) -> int:
+        pointers = {tensor.untyped_storage().data_ptr() for tensor in own}
+        return sum(
+            size
+            for pointer, (size, storage) in self.found.items()
+            if pointer not in pointers and not storage.expired()
+        )
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        return out
 
 
+def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes that the last decoder layer keeps for its backward, parameters and shared tables apart."""
+    block = DecoderLayer(model, model.layers - 1, Recompute(mode)).to(dtype)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    rotary = rotary_table(model, torch.arange(length)) if model.positions == "rotary" else None
+    segments = whole_rows(batch, length)
+    x = torch.randn(batch, length, model.hidden, dtype=dtype).requires_grad_().clone()
+    alive = Alive()
+    with alive:
+        alive.add(x)
+        out, routing = block(x, rotary, segments)
+    graph = (out.grad_fn, routing.imbalance.grad_fn if routing else None)
+    del x, out, routing
+    assert graph[0] is not None
+    return alive.bytes_besides((*block.parameters(), *block.buffers(), *(rotary or ())))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["none", "attention", "full"])
-@pytest.mark.parametrize("length", [256, 200])
-def test_saved_activations_are_autograds(dtype: torch.dtype, mode: str, length: int) -> None:
-    predicted = activations.saved(job(MODEL, DTYPES[dtype], 2, length, mode), False)
-    assert predicted == kept_by_autograd(MODEL, mode, 2, length, dtype)
+@pytest.mark.parametrize("mode", ["none", "attention", "elementwise", "full"])
+def test_saved_activations_are_autograds(name: str, dtype: torch.dtype, mode: str) -> None:
+    """At a length that is no multiple of blocked attention's blocks."""
+    model, length = BLOCKS[name], 200
+    predicted = activations.saved(job(model, DTYPES[dtype], 2, length, mode), bool(model.experts.count))
+    assert predicted == kept_by_autograd(model, mode, 2, length, dtype)
 
 
 def in_place(_: object, a: Any, b: Any, *more: Any, **options: Any) -> int:
-    """FLOPs of addmm_ and baddbmm_, which FlopCounterMode counts as nothing."""
+    """FLOPs of addmm_ and baddbmm_."""
     return int(2 * torch.Size(a).numel() * b[-1])
 
 
-IN_PLACE: Any = {torch.ops.aten.addmm_: in_place, torch.ops.aten.baddbmm_: in_place}
+def grouped(a: Any, b: Any, *more: Any, **options: Any) -> int:
+    """FLOPs of _grouped_mm: rows by matrices, or in backward the rows of both by each other."""
+    return int(2 * a[0] * a[1] * b[-1])
 
 
-@pytest.mark.parametrize("model", [MODEL, GROUPED])
-def test_flops_are_the_counters(model: Model) -> None:
-    """Forward and backward as FlopCounterMode sees them. One block of 128 queries sees all pairs, so the full
-    convention is what runs; the head's three products are all in the forward (chunked cross-entropy)."""
-    decoder = Decoder(model)
+def pairs(query: Any, key: Any, value: Any) -> int:
+    """FLOPs of one product over all pairs of query and key; key and value have the same width."""
+    batch, heads, queries, width = query
+    return int(2 * batch * heads * queries * key[2] * width)
+
+
+def flash(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> int:
+    return 2 * pairs(query, key, value)
+
+
+def flash_backward(slope: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> int:
+    return 5 * pairs(query, key, value)
+
+
+# What FlopCounterMode counts as nothing.
+ATEN = torch.ops.aten
+UNCOUNTED: Any = {
+    ATEN.addmm_: in_place,
+    ATEN.baddbmm_: in_place,
+    ATEN._grouped_mm: grouped,
+    ATEN._scaled_dot_product_flash_attention_for_cpu: flash,
+    ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flash_backward,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mode", ["none", "attention", "elementwise", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flops_are_the_counters(name: str, mode: Any, dtype: torch.dtype) -> None:
+    """Forward and backward as FlopCounterMode sees them, with what recomputation and flash attention's backward
+    add. One block of 128 queries sees all pairs, so the full convention is what runs; the head's three products
+    are all in the forward (chunked cross-entropy)."""
+    model = MODELS[name]
+    decoder = Decoder(model, mode).to(dtype)
     tokens = torch.randint(model.vocab, (2, 128))
-    documents = whole_rows(2, 128)
-    counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
+    counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
     with counter:
-        decoder(tokens, documents, tokens).backward()
+        decoder(tokens, whole_rows(2, 128), tokens).backward()
+    ours = job(model, DTYPES[dtype], 2, 128, mode)
+    assert counter.get_total_flops() == flops.hardware_flops(ours, "full")
+    if mode == "none" and dtype == torch.float32:
+        assert counter.get_total_flops() == flops.model_flops(ours, "full")
+
+
+@pytest.mark.parametrize("name", [*MODELS, *UNTRAINED])
+def test_seconds_and_flops_count_the_same_matmuls(name: str) -> None:
+    model = {**MODELS, **UNTRAINED}[name]
     ours = job(model, 4, 2, 128)
-    assert counter.get_total_flops() == flops.model_flops(ours, "full") == flops.hardware_flops(ours, "full")
     per_token = flops.forward_per_token(model, 128, "full")
-    assert sum(op.flops for op in layer(ours, False).matmuls) * model.layers == per_token.layers * 256
-    assert layer(ours, False).core.full_flops * model.layers == per_token.core * 256
+    work = layer(ours, bool(model.experts.count))
+    assert sum(op.flops for op in work.matmuls) * model.layers == pytest.approx(per_token.layers * 256)
+    assert work.core.full_flops * model.layers == per_token.core * 256
     assert head(ours).flops == per_token.head * 256
 
 
-@pytest.mark.parametrize("mode", ["attention", "full"])
-def test_hardware_flops_with_recompute(mode: Any) -> None:
-    """What recomputation adds, as the counter sees it."""
-    decoder = Decoder(MODEL, mode)
-    tokens = torch.randint(MODEL.vocab, (2, 128))
-    counter = FlopCounterMode(display=False, custom_mapping=IN_PLACE)
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_flops_of_layers_that_are_only_planned(name: str) -> None:
+    """Latent attention and ALiBi against layers written out in the test."""
+    model = UNTRAINED[name]
+    weights = layer_weights(model)
+    attention = latent_attention if model.latent.kv_rank else alibi_attention
+    x = torch.randn(2, 128, model.hidden, requires_grad=True)
+    counter = FlopCounterMode(display=False)
     with counter:
-        decoder(tokens, whole_rows(2, 128), tokens).backward()
-    assert counter.get_total_flops() == flops.hardware_flops(job(MODEL, 4, 2, 128, mode), "full")
+        feed_forward(weights, attention(model, weights, x)).sum().backward()
+    per_token = flops.forward_per_token(replace(model, layers=1), 128, "full")
+    assert counter.get_total_flops() == 3 * (per_token.layers + per_token.core) * 256
 
 
 def test_flop_conventions() -> None:

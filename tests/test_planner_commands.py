@@ -93,6 +93,13 @@ def test_plan_keeps_its_contract(config: str, capsys: pytest.CaptureFixture[str]
     assert found["best"]["time"]["step"] == pytest.approx(found["ranking"][0]["step"])
     steps = [item["step"] for item in found["ranking"]]
     assert steps == sorted(steps)
+    shared = [item for item in found["ranking"] if item["same"]]
+    assert shared
+    for item in shared:
+        assert set(item["same_but_for"]) <= {"zero", "dp_replicate", "dp_shard"}
+        assert all(layout != item["parallel"] for layout in item["same"])
+    assert main(["plan", config]) == 0
+    assert f"and {len(shared[0]['same'])} more within 0.1% that differ only in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -143,6 +150,30 @@ def test_batch_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> No
         assert way["data_parallel"] * way["micro_batch"] * way["accumulation"] == 2048
     assert main(["batch", config, "--tokens", "10000"]) == 2
     assert "8192 or 16384" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--keep", "0"),
+        ("plan", "--keep", "-3"),
+        ("plan", "--set", "parallel.ep=2"),
+        ("plan", "--set", "parallel.tp=16", "--set", "model.preset=gpt2-xl", "--set", "batch.sequence_length=1024"),
+        ("plan", "--set", "batch.sequence_length=262144"),
+        ("batch", "--budget", "-5"),
+        ("batch", "--devices", "-1"),
+        ("estimate", "--tokens", "-1"),
+    ],
+    ids=" ".join,
+)
+def test_counts_that_are_none_are_refused(
+    config: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = words
+    assert main([command, config, *rest]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert any(letter.isdigit() for letter in told)
 
 
 @pytest.fixture(scope="module")

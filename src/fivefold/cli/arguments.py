@@ -39,6 +39,11 @@ def whole_number(text: str) -> int:
     return _checked(text, int, lambda value: 0 <= value < 1 << 63, "a whole number ≥ 0 of at most 64 bits")
 
 
+def positive(text: str) -> int:
+    """The type of an argument that counts from 1."""
+    return _checked(text, int, lambda value: 1 <= value < 1 << 31, "a whole number ≥ 1")
+
+
 def number(text: str) -> float:
     """The type of an argument that measures: 0 or more, finite."""
     return _checked(text, float, lambda value: value >= 0 and isfinite(value), "a finite number ≥ 0")

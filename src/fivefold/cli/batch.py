@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, whole_number
 from fivefold.config.errors import BadInput
 from fivefold.config.load import load, written_keys
 from fivefold.planner.batches import degrees, rates, sequences, splits, step_seconds, warnings
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COUNT",
         help="target tokens a step, e.g. 16M (= 16 · 2^20) or 16000000; default: the config's batch",
     )
-    parser.add_argument("--devices", type=int, default=0, help="default: the cluster's")
+    parser.add_argument("--devices", type=whole_number, default=0, help="default: the cluster's")
     parser.add_argument(
         "--budget", metavar="COUNT", default="0", help="tokens of the whole run, e.g. 1T (= 10^12)"
     )
@@ -59,9 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _count(text: str) -> int:
     scale = SCALES.get(text[-1:], 0)
     try:
-        return round(float(text[:-1]) * scale) if scale else int(text)
-    except ValueError:
-        raise BadInput(f"{text}: expected a number of tokens, e.g. 4194304, 4M or 1T") from None
+        count = round(float(text[:-1]) * scale) if scale else int(text)
+    except (ValueError, OverflowError):
+        count = -1
+    if count < 0:
+        raise BadInput(f"{text}: expected a number of tokens ≥ 0, e.g. 4194304, 4M or 1T")
+    return count
 
 
 def _time(step: float | None, size: int, length: int, budget: int) -> dict[str, Any]:

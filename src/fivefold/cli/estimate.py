@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, number
 from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
 from fivefold.ledger.total import estimate
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-accelerate", metavar="FILE", help="the layout of an accelerate config")
     parser.add_argument("--from-deepspeed", metavar="FILE", help="the layout of a DeepSpeed config")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
-    parser.add_argument("--tokens", type=float, default=0.0, help="also say days and cost for so many tokens")
+    parser.add_argument("--tokens", type=number, default=0.0, help="also say days and cost for so many tokens")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n" + gantt_text(picture))
         if arguments.tokens:
             cost = found["run"]
-            print(
-                f"\n{cost['days']:.2f} days, {cost['device_hours']:,.0f} device-hours, price {cost['price']:,.0f}"
-            )
+            price = f", price {cost['price']:,.0f}" if cost["price"] else ""  # a cluster file may state one
+            print(f"\n{cost['days']:.2f} days, {cost['device_hours']:,.0f} device-hours{price}")
     return int(not ledger.fits)

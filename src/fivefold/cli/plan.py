@@ -3,10 +3,11 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, positive
 from fivefold.config.load import dump, load, written_keys
 from fivefold.config.tree import Config
 from fivefold.ledger.job import Job
@@ -19,7 +20,7 @@ from fivefold.planner.search import Outcome, search
 from fivefold.planner.space import Wish, size
 from fivefold.planner.wishes import config_of, wish_of
 from fivefold.render.html import page
-from fivefold.render.ledger import ledger_text
+from fivefold.render.ledger import ledger_text, same_text
 from fivefold.render.tables import table
 from fivefold.render.units import bytes_text, count_text, percent_text, seconds_text
 
@@ -46,7 +47,7 @@ SHOWN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     add_json_argument(parser)
-    parser.add_argument("--keep", type=int, default=10, help="length of the ranking")
+    parser.add_argument("--keep", type=positive, default=10, help="length of the ranking")
     parser.add_argument(
         "--emit",
         choices=("fivefold", *PEERS),
@@ -124,8 +125,10 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
             "mfu": ledger.utilization("causal"),
             "memory_peak": ledger.fullest.memory.peak,
             "bubble_fraction": ledger.timeline.bubble / ledger.timeline.makespan,
+            "same": [layout_of(job) for job in ranked.same],
+            "same_but_for": _differing([ranked.job, *ranked.same]),
         }
-        for ledger in ledgers
+        for ranked, ledger in zip(outcome.ranking, ledgers, strict=True)
     ]
     best = ledgers[0]
     return {
@@ -141,7 +144,15 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def _differing(jobs: Sequence[Job]) -> list[str]:
+    """Keys of [parallel] in which the jobs are not all alike."""
+    first, *others = map(layout_of, jobs)
+    return [key for key in first if any(other[key] != first[key] for other in others)]
+
+
 def _text(found: dict[str, Any]) -> str:
+    names = ("pp", "schedule", "v", "dp_r", "dp_s", "zero", "cp", "tp", "sp", "ep", "mb", "recompute")
+    head = ("", *names, "step", "tokens/s/GPU", "MFU", "memory", "bubble")
     rows = [
         [
             str(place),
@@ -156,12 +167,15 @@ def _text(found: dict[str, Any]) -> str:
         ]
         for place, item in enumerate(found["ranking"], start=1)
     ]
-    names = ("pp", "schedule", "v", "dp_r", "dp_s", "zero", "cp", "tp", "sp", "ep", "mb", "recompute")
-    head = ("", *names, "step", "tokens/s/GPU", "MFU", "memory", "bubble")
+    lines = table(head, rows).splitlines()
+    ranking = lines[:2]
+    for line, item in zip(lines[2:], found["ranking"], strict=True):
+        ranking += [line, *(f"    {note}" for note in same_text(item))]
     worse = "\n".join(f"  {line}" for line in found["neighbours"])
     return (
         f"{found['searched']:,} layouts in {found['seconds']:.2f} s, {found['simulated']} schedules simulated\n\n"
-        f"{table(head, rows)}\n\nthe best\n{ledger_text(found['best'])}\n\nits neighbours\n{worse}"
+        + "\n".join(ranking)
+        + f"\n\nthe best\n{ledger_text(found['best'])}\n\nits neighbours\n{worse}"
     )
 
 

@@ -35,20 +35,35 @@ def kept(job: Job, expert: bool) -> Kept:
     split = job.sequence_split
     streams = rows * model.hidden / split  # elements of the residual stream
     fused = not _eager(job)
-    norm = item if fused else 8 if item < 4 else 2 * item  # its input; or two float32 copies
-    norms = 2 * streams * (norm + item)
+    norms = 2 * (streams * (_norm_copies(job, model.norm) + item) + rows / split * _norm_statistics(job))
     if job.stack.keep_gathered:
         norms += 2 * rows * model.hidden * item * (1 - 1 / split)
-    norms += 0 if fused else 2 * max(4, item) * rows / split
     masks = 2 * streams if job.stack.dropout else 0.0
     return Kept(
         norms,
         _projections(job, core),
         _scores(job, core),
         _feed_forward(job, expert, fused),
-        _routing(job) if expert else 0.0,
+        (_eager_routing if _eager(job) else _routing)(job) if expert else 0.0,
         masks,
     )
+
+
+def _norm_copies(job: Job, norm: str) -> int:
+    """Bytes a norm keeps per element of its input: the input itself; an eager RMSNorm two copies, in float32 at
+    least."""
+    if not _eager(job) or norm == "layernorm":
+        return job.itemsize
+    return 2 * max(4, job.itemsize)
+
+
+def _norm_statistics(job: Job) -> int:
+    """Bytes a norm keeps per row: the reciprocal of the deviation, a LayerNorm the mean too."""
+    if not _eager(job):
+        return 0
+    if job.model.norm == "layernorm":
+        return 2 * (job.itemsize if job.hardware.device.is_cpu else 4)
+    return max(4, job.itemsize)
 
 
 def _projections(job: Job, core: Core) -> float:
@@ -58,13 +73,22 @@ def _projections(job: Job, core: Core) -> float:
     found = float(rows * item * (queries + keys + values))
     if latent.kv_rank:
         found += rows * item * 2 * (latent.kv_rank + latent.q_rank)  # compressed, and normalised
-    if _eager(job):
-        found += rows * item * values  # attention's output is laid out anew for the projection
-        if job.model.positions == "rotary" and item < 8:  # cosine, sine, cast for queries and again for keys
-            found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
+    if _is_laid_anew(job):
+        found += rows * item * values
+    if _eager(job) and job.model.positions == "rotary" and item < 8:  # tables cast for queries and for keys
+        found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
     if job.model.qk_norm:
-        found += rows * item * (core.heads + core.kv_heads) * core.qk_dim
+        heads = rows * (core.heads + core.kv_heads)
+        found += heads * core.qk_dim * _norm_copies(job, "rmsnorm")
+        found += heads * max(4, item) if _eager(job) else 0
     return found
+
+
+def _is_laid_anew(job: Job) -> bool:
+    """Whether the projection keeps a copy of attention's output: the kernel writes it in the layout of its
+    queries, which rotary and norms of heads have made contiguous by head; blocked attention always does."""
+    apart = job.model.positions == "rotary" or job.model.qk_norm or job.stack.attention == "blocked"
+    return _eager(job) and apart
 
 
 def _scores(job: Job, core: Core) -> float:
@@ -117,6 +141,26 @@ def _routing(job: Job) -> float:
     return scores + 2 * routed_rows(job) * job.imbalance * item * job.model.hidden
 
 
+def _eager_routing(job: Job) -> float:
+    """What nn/router.py and nn/experts.py keep: scores and weights in float32 at least, choices and orders as
+    int64, the rows before the experts and after, the shared experts' gate."""
+    experts, item, rows = job.model.experts, job.itemsize, job.tokens / job.sequence_split
+    exact, choices, copies = max(4, item), rows * experts.top_k, routed_rows(job) * job.imbalance
+    found = exact * rows * experts.count
+    if experts.auxiliary_loss:  # sums of scores, shares and numbers of choices
+        found += exact * (rows + job.micro_batch * (experts.count + 1))
+    if experts.normalize_top_k:
+        found += exact * (choices + rows)
+    found += 8 * choices + 16 * copies + item * choices
+    found += 2 * copies * item * job.model.hidden
+    widths = (job.model.hidden, experts.ffn // job.expert_width_split)
+    if item < 8 and all(width * item % 16 == 0 for width in widths):  # ends of the groups of three grouped products
+        found += 3 * 4 * (experts.count // job.ep)
+    if experts.shared_gate:
+        found += job.tokens * item * (job.model.hidden + 1)
+    return found
+
+
 def saved(job: Job, expert: bool) -> float:
     """Bytes a layer holds between forward and backward under the job's recompute mode."""
     full = kept(job, expert)
@@ -128,14 +172,23 @@ def saved(job: Job, expert: bool) -> float:
     if job.recompute == "attention":
         return full.total - full.core - _core_output(job, expert)
     if job.recompute == "elementwise":
-        return _matmul_outputs(job, expert) + full.core + boundary
+        return _matmul_outputs(job, expert) + _flash_output(job, full, expert) + boundary
     return full.total
 
 
 def _core_output(job: Job, expert: bool) -> float:
     """The attention core's own output, where the projection keeps a copy of it besides."""
+    return _attention_output(job, expert) if _is_laid_anew(job) else 0.0
+
+
+def _attention_output(job: Job, expert: bool) -> float:
     core = layer(job, expert).core
-    return float(job.tokens * job.itemsize * core.heads * core.v_dim) if _eager(job) else 0.0
+    return float(job.tokens * job.itemsize * core.heads * core.v_dim)
+
+
+def _flash_output(job: Job, full: Kept, expert: bool) -> float:
+    """What "elementwise" keeps of attention: a fused kernel's results; blocked attention is computed again."""
+    return 0.0 if job.stack.attention == "blocked" else full.core + _attention_output(job, expert)
 
 
 def _eager(job: Job) -> bool:
@@ -144,13 +197,23 @@ def _eager(job: Job) -> bool:
 
 def _matmul_outputs(job: Job, expert: bool) -> float:
     work = layer(job, expert)
-    outputs = sum(op.m * op.n * op.batch for op in work.matmuls) / job.stack.keep_every
-    return job.itemsize * (outputs + job.tokens * work.core.heads * work.core.v_dim)
+    return job.itemsize * sum(op.m * op.n * op.batch for op in work.matmuls) / job.stack.keep_every
 
 
 def live(job: Job, expert: bool) -> float:
     """What recomputation brings back while one layer's backward runs."""
     return max(0.0, kept(job, expert).total - saved(job, expert)) if job.recompute != "none" else 0.0
+
+
+def backward_buffers(job: Job) -> float:
+    """What a layer's backward holds besides what was kept, at its fullest: gradients of the feed-forward's inner
+    tensors and of the residual stream; with tensor parallel the gathered input and its gradient, before it is
+    summed over the ranks."""
+    model, item = job.model, job.itemsize
+    width = -(-model.ffn // job.tp) if not model.experts.count or model.experts.dense_layers else 0
+    inner = job.tokens * width * item * (3 if model.activation == "swiglu" else 2)
+    stream = job.tokens * model.hidden * item
+    return float(inner + stream / job.sequence_split + (2 * stream if job.sequence_parallel else 0))
 
 
 def loss(job: Job) -> float:
@@ -161,13 +224,22 @@ def loss(job: Job) -> float:
     return job.tokens * vocab * job.stack.loss_bytes
 
 
+def outputs(job: Job) -> float:
+    """Logits of every micro-batch that the last stage returns at the end of a step, in pieces and joined."""
+    if not job.stack.returns_logits or job.pp == 1:
+        return 0.0
+    return 2.0 * job.microbatches * job.tokens * -(-job.model.vocab // job.tp) * job.itemsize
+
+
 def loss_chunk(job: Job) -> float:
     """The live chunk of logits: at most 4 Mi, in the compute type and float32, and the head's gradient there."""
     if not job.stack.chunked_loss:
         return 0.0
     vocab = -(-job.model.vocab // job.tp)
     wide = max(4, job.itemsize)
-    return float(min(LOSS_ELEMENTS, job.tokens * vocab) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide)
+    return float(
+        min(LOSS_ELEMENTS, job.tokens * vocab) * (job.itemsize + 2 * wide) + vocab * job.model.hidden * wide
+    )
 
 
 def embedding(job: Job) -> float:
@@ -178,6 +250,5 @@ def embedding(job: Job) -> float:
 
 def head_input(job: Job) -> float:
     """The final norm's input and output."""
-    split = job.sequence_split
-    norm = job.itemsize if (job.stack.fused or job.stack.compiled) else 8
-    return float(job.tokens * job.model.hidden * (norm + job.itemsize) / split)
+    each = _norm_copies(job, job.model.norm) + job.itemsize
+    return float(job.tokens * job.model.hidden * each / job.sequence_split)

@@ -49,7 +49,9 @@ def hardware_flops(job: Job, convention: Convention = "causal") -> float:
     again = 0.0
     if job.recompute == "full":
         again = (forward.layers + forward.core - _not_repeated(job)) * times
-    elif job.recompute == "attention":
+    elif job.recompute == "attention" or (
+        job.recompute == "elementwise" and job.stack.attention == "blocked"
+    ):
         again = forward.core * times
     if job.stack.attention in ("flash", "fused"):
         again += forward.core / 2

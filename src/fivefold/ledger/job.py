@@ -43,6 +43,8 @@ class Stack:
             one float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
         chunked_loss: logits exist a few million at a time, their gradients made in the forward
             (nn/loss.py): kept are the gradients of the head's input and weight.
+        returns_logits: the pipeline's last stage keeps the logits of all micro-batches and joins them at the
+            end of the step (torch's schedules unless asked for losses only).
         keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op
             mode: 2).
         early_stop: full recompute of a layer ends before its last product, whose output nothing needs (torch's
@@ -80,6 +82,7 @@ class Stack:
     fused_loss: bool = False
     loss_bytes: float = 14.0
     chunked_loss: bool = False
+    returns_logits: bool = False
     keep_every: int = 1
     early_stop: bool = False
     keep_gathered: bool = False

@@ -43,7 +43,9 @@ def layer_work(job: Job, is_expert: bool) -> Work:
     again = {
         "none": 0.0,
         "attention": core_forward,
-        "elementwise": stream + (matmuls / 2 if job.stack.keep_every > 1 else 0.0),
+        "elementwise": stream
+        + (matmuls / 2 if job.stack.keep_every > 1 else 0.0)
+        + (core_forward if job.stack.attention == "blocked" else 0.0),
         "full": forward,
     }[job.recompute]
     if job.recompute == "full" and job.stack.early_stop:

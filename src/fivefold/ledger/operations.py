@@ -108,6 +108,8 @@ def layer(job: Job, expert: bool) -> Layer:
         matmuls += _feed_forward(job, rows, experts.ffn // job.expert_width_split, "expert", local)
         if experts.shared_ffn:
             matmuls += _feed_forward(job, job.tokens, -(-experts.shared_ffn // job.tp), "shared")
+        if experts.shared_gate:
+            matmuls.append(Matmul("shared gate", job.tokens, 1, model.hidden))
     return Layer(tuple(matmuls), core, _streamed(job, core, expert), _kernels(job, expert))
 
 

@@ -83,6 +83,8 @@ def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:
         inputs += count * times.input_grad
         weights += count * times.weight_grad
         rows += [(item, count) for item in work.rows]
+    if job.recompute in ("full", "elementwise"):  # layers run again once, for both halves of a split backward
+        inputs, weights = inputs + weights, 0.0
     saved = content.dense_layers * cost.saved_dense + content.expert_layers * cost.saved_expert
     if content.first:
         saved += activations.embedding(job)
@@ -96,7 +98,7 @@ def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:
 def message_bytes(job: Job) -> float:
     """One tensor between stages: tokens · hidden · itemsize, split with the sequence over tp."""
     split = job.tp if job.sequence_parallel or job.stack.scatter_messages else 1
-    return job.tokens * job.model.hidden * job.itemsize / split
+    return float(-(-job.tokens // split) * job.model.hidden * job.itemsize)
 
 
 def message_group(job: Job) -> tuple[int, int]:
@@ -152,10 +154,14 @@ def rank_share(job: Job, built: list[Stage], rank: int, pad: int = 1) -> Share:
     return share
 
 
+def padded_share(job: Job, built: list[Stage], rank: int) -> Share:
+    """Parameters of one rank as they are split: rows filled up where ZeRO cuts them."""
+    return rank_share(job, built, rank, job.dp_shard * job.cp if job.zero else 1)
+
+
 def shares(job: Job, built: list[Stage]) -> list[Share]:
-    """Parameters of every rank as they are split: rows filled up where ZeRO cuts them."""
-    pad = job.dp_shard * job.cp if job.zero else 1
-    return [rank_share(job, built, rank, pad) for rank in range(job.pp)]
+    """Parameters of every rank as they are split."""
+    return [padded_share(job, built, rank) for rank in range(job.pp)]
 
 
 def own_layers(job: Job, built: list[Stage], rank: int) -> tuple[Share, int]:
@@ -170,7 +176,8 @@ def own_layers(job: Job, built: list[Stage], rank: int) -> tuple[Share, int]:
 
 
 def rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
-    """Messages of one rank in one step: sent forward to the next stage, backward to the one before."""
+    """Messages of one rank in one step: sent forward to the next stage, backward to the one before. A message
+    counts where it is sent; stages on one rank, and the two ends of a tied embedding there, send none."""
     found = []
     last = len(built) - 1
     own = own_stages(job, rank)
@@ -196,7 +203,9 @@ def rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
         ends = any(built[s].content.first or built[s].content.last for s in own)
         together = any(built[s].content.first for s in own) and any(built[s].content.last for s in own)
         if ends and not together:
-            amount = parts(job.model, job.tp, job.ep, 1).embedding.dense * job.stack.reduce
+            shards = job.dp_shard * job.cp if job.zero else 1
+            per_tp = -(-job.model.vocab // job.tp)
+            amount = -(-per_tp // shards) * job.model.hidden * job.stack.reduce
             found.append(
                 row(
                     job,
@@ -206,7 +215,7 @@ def rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
                     count=1,
                     size=float(amount),
                     group=(1, 2) if job.world_size > job.hardware.fast_domain else (2, 1),
-                    formula="tied embedding's gradient, between its two copies",
+                    formula="rows of the tied embedding that the rank keeps, filled up, between the two copies",
                 )
             )
     return found

@@ -7,6 +7,7 @@ no formula for the bubble is right; with even ones a test holds the simulation t
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import le
 from typing import NamedTuple
 
 from fivefold.spec import schedules
@@ -108,13 +109,11 @@ def held_at_once(
                 found.add(tuple(held))
                 grown = False
             held[place[stage]] -= 1
-    if len(found) > 64:  # comparing all pairs would cost more than it saves
-        return tuple(found)
-    return tuple(
-        one
-        for one in found
-        if not any(two != one and all(a >= b for a, b in zip(two, one, strict=True)) for two in found)
-    )
+    front: list[tuple[int, ...]] = []
+    for one in sorted(found, key=sum, reverse=True):  # none is exceeded by one with a smaller sum
+        if not any(all(map(le, one, two)) for two in front):
+            front.append(one)
+    return tuple(front)
 
 
 class _Step(NamedTuple):

@@ -119,7 +119,9 @@ def memory(job: Job, cost: Costs, held: float, rank: int, share: Share, buffers:
     """One rank's memory: states, `held` bytes of activations in flight, what recomputation brings back."""
     states = data.states(job, share)
     last = rank == (0 if job.schedule in ("zbv", "dualpipev") else job.pp - 1)
-    active = held + cost.live + (activations.loss_chunk(job) if last else 0.0)
+    active = held + cost.live
+    if last:
+        active += activations.loss_chunk(job) + activations.outputs(job)
     allocated = sum(states) + active + buffers
     physics = job.physics
     overhead = physics.context_bytes + physics.fragmentation * (active + buffers)
@@ -129,10 +131,11 @@ def memory(job: Job, cost: Costs, held: float, rank: int, share: Share, buffers:
 
 
 def transient(job: Job) -> float:
-    """Messages of the pipeline, ring attention's spare keys and values, parameters gathered by zero 3 (two
-    units) and the gradients about to be scattered."""
+    """A layer's tensors in the middle of its backward, messages of the pipeline, ring attention's spare keys and
+    values, parameters gathered by zero 3 (two units) and the gradients about to be scattered."""
     part = parts(job.model, job.tp, job.ep, job.expert_width_split)
-    found = job.stack.bucket_bytes + (4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0)
+    found = activations.backward_buffers(job)
+    found += job.stack.bucket_bytes + (4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0)
     if job.cp > 1:
         keys = job.model.kv_heads / min(job.tp, job.model.kv_heads) * job.model.head_dim
         found += 2 * 2 * job.tokens * keys * job.itemsize
@@ -147,6 +150,10 @@ def transient(job: Job) -> float:
         found += (2 * unit + edge) * job.itemsize  # parameters cast unit by unit
     elif job.zero == 2 and job.pp == 1:
         found += max(unit, edge) * job.stack.gradient
+    if job.stack.gradient > job.stack.master and job.data_parallel > 1:
+        found += (
+            edge * job.stack.reduce
+        )  # sums apart from gradients are flattened, a whole parameter at least
     return found
 
 

@@ -1,6 +1,6 @@
 """The decoder: embedding, layers, final norm, head and loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -10,13 +10,14 @@ from fivefold.config.tree import Model
 from fivefold.nn.attention import Attention, Segments
 from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
-from fivefold.nn.loss import cross_entropy_sum, with_gradient_of
+from fivefold.nn.loss import carrying, cross_entropy_sum, with_gradient_of
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.region import WHOLE, Region
 from fivefold.nn.rotary import Rotary, rotary_table
 from fivefold.nn.router import Routing, balanced
 from fivefold.nn.vocabulary import Embedding, VocabularyShard, head_logits
+from fivefold.spec.stages import Stage
 
 
 class DecoderLayer(nn.Module):
@@ -54,36 +55,70 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of the family that `model` describes. Layers are keyed by their number in the whole model.
+    """A decoder of the family that `model` describes, or what one pipeline rank has of it.
+
+    Layers are keyed by their number in the whole model, so parameters have the same names on every rank; only a tied
+    head apart from its embedding is a copy, `head.weight`.
 
     Attributes:
+        stages: of the pipeline, those of this rank; without one, the whole model.
         region_of: the region that layers enter and leave, for micro-batches of a shape `(batch, sequence)`.
         head_shard: the rows of the vocabulary that the head has here; None = all.
         region_ranks: ranks that compute each region together, each in part.
     """
 
     def __init__(
-        self, model: Model, recompute: Literal["none", "attention", "elementwise", "full"] = "none"
+        self,
+        model: Model,
+        recompute: Literal["none", "attention", "elementwise", "full"] = "none",
+        stages: Sequence[Stage] | None = None,
     ) -> None:
+        """`stages`: those of this rank; None = the whole model is one."""
         super().__init__()
         self.model = model
+        self.recompute = recompute
+        self.stages = tuple(stages) if stages else (Stage(range(model.layers), first=True, last=True),)
         self.region_of: Callable[[tuple[int, int]], Region] = lambda _: WHOLE
         self.head_shard: VocabularyShard | None = None
         self.region_ranks = 1
-        self.embedding = Embedding(model.vocab, model.hidden)
-        if model.positions == "learned":
-            self.positions = nn.Embedding(model.max_positions, model.hidden)
-        if model.embedding_norm:
-            self.embedding_norm = make_norm(model)
+        if any(stage.first for stage in self.stages):
+            self.embedding = Embedding(model.vocab, model.hidden)
+            if model.positions == "learned":
+                self.positions = nn.Embedding(model.max_positions, model.hidden)
+            if model.embedding_norm:
+                self.embedding_norm = make_norm(model)
         modes = Recompute(recompute)
         self.layers = nn.ModuleDict(
-            {str(index): DecoderLayer(model, index, modes) for index in range(model.layers)}
+            {str(index): DecoderLayer(model, index, modes) for stage in self.stages for index in stage.layers}
         )
-        self.norm = make_norm(model)
-        self.head = nn.Linear(model.hidden, model.vocab, bias=False)
+        if any(stage.last for stage in self.stages):
+            self.norm = make_norm(model)
+            self.head = nn.Linear(model.hidden, model.vocab, bias=False)
         self._counts: Tensor | None = None
-        if model.tied:
+        self.tie()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether head and embedding are both here and one."""
+        return self.model.tied and hasattr(self, "embedding") and hasattr(self, "head")
+
+    def tie(self) -> None:
+        """Makes a tied head's weight the embedding's, where both are here."""
+        if self.is_tied:
             self.head.weight = self.embedding.weight
+
+    def stage_parameters(self, stage: Stage) -> list[nn.Parameter]:
+        """All that `stage` computes with."""
+        names = [f"layers.{index}" for index in stage.layers]
+        names += ["embedding", "positions", "embedding_norm"] if stage.first else []
+        names += ["norm", "head"] if stage.last else []
+        modules = dict(self.named_modules())
+        return [parameter for name in names if name in modules for parameter in modules[name].parameters()]
+
+    def stream_shape(self, tokens: Tensor) -> tuple[int, ...]:
+        """Of what one stage hands to the next for a micro-batch of `tokens`."""
+        shape = tokens.shape[0], tokens.shape[1]
+        return self.region_of(shape).stream_shape(shape, self.model.hidden)
 
     def forward(
         self,
@@ -92,8 +127,12 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         tokens_per_sequence: float = 0.0,
         positions: Tensor | None = None,
+        *,
+        stage: Stage | None = None,
+        stream: Tensor | None = None,
     ) -> Tensor:
-        """The summed loss over counted labels, or the logits where no labels are given.
+        """The summed loss over counted labels, or the logits where no labels are given; of a stage that is not the
+        last, the residual stream after its layers.
 
         The auxiliary loss of the routers is part of the gradient and not of the value. It is a mean over the
         sequences of the global batch, the loss a sum to be divided by its counted tokens: so it counts
@@ -103,34 +142,37 @@ class Decoder(nn.Module):
             tokens: `[batch, sequence]`, int64.
             segments: the documents packed in `tokens`.
             labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
-            tokens_per_sequence: counted tokens of the whole global batch per sequence of it.
+            tokens_per_sequence: counted tokens of the whole global batch per sequence of it; on a stage that is not
+                the last, times the factor that the loss is given before backward.
             positions: `[sequence]`, int64, places of the tokens in their sequence, where this rank has only a part
                 of it; None = 0, 1, 2, ….
+            stage: what to compute, one of `stages`; None = the only one.
+            stream: what the stage before returned; the first has none.
 
         Returns:
-            A scalar, or logits `[batch, sequence, vocabulary]`.
+            A scalar, or logits `[batch, sequence, vocabulary]`, or `[batch, sequence, hidden]`.
         """
+        stage = stage or self.stages[0]
         region = self.region_of((tokens.shape[0], tokens.shape[1]))
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self._embedded(tokens, positions, region)
+        x = self._embedded(tokens, positions, region) if stream is None else stream
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}
-        for index, layer in self.layers.items():
-            x, routing = layer(x, rotary, segments, region)
+        for index in map(str, stage.layers):
+            x, routing = self.layers[index](x, rotary, segments, region)
             if routing is not None:
                 routings[index] = routing
+        if labels is not None and torch.is_grad_enabled() and self.model.experts.router_bias:
+            self._count(routings, tokens.device)
+        auxiliary = self._auxiliary(routings, tokens_per_sequence)
+        if not stage.last:
+            return x if auxiliary is None else carrying(x, auxiliary)
         x = region.enter(self.norm(x))
         if labels is None:
             return head_logits(x, self.head.weight, self.head_shard)
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
-        if torch.is_grad_enabled() and self.model.experts.router_bias:
-            self._count(routings)
-        if weight := self.model.experts.auxiliary_loss * tokens_per_sequence:
-            imbalances = torch.stack([routing.imbalance for routing in routings.values()])
-            # Every rank of a region computes it whole, and what reaches its inputs is summed over them.
-            loss = with_gradient_of(loss, weight / self.region_ranks * imbalances.sum())
-        return loss
+        return loss if auxiliary is None else with_gradient_of(loss, auxiliary)
 
     def take_counts(self) -> list[float]:
         """How often each expert of each layer was chosen since this was last asked, for `balance`.
@@ -152,9 +194,15 @@ class Decoder(nn.Module):
                 chosen = table[int(index)].to(bias.device)
                 bias.copy_(balanced(bias, chosen, self.model.experts.bias_update_rate))
 
-    def _count(self, routings: dict[str, Routing]) -> None:
+    def _auxiliary(self, routings: dict[str, Routing], tokens_per_sequence: float) -> Tensor | None:
+        # Every rank of a region computes it whole, and what reaches its inputs is summed over them.
+        weight = self.model.experts.auxiliary_loss * tokens_per_sequence / self.region_ranks
+        if not weight or not routings:
+            return None
+        return weight * torch.stack([routing.imbalance for routing in routings.values()]).sum()
+
+    def _count(self, routings: dict[str, Routing], device: torch.device) -> None:
         if self._counts is None:
-            device = self.embedding.weight.device
             size = (self.model.layers, self.model.experts.count)
             self._counts = torch.zeros(size, dtype=torch.int64, device=device)
         for index, routing in routings.items():

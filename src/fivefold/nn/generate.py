@@ -1,6 +1,6 @@
 """Text from a decoder, token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from fivefold.nn.attention import Segments
 
 @torch.no_grad()
 def generate(
-    decoder: nn.Module,
+    logits_after: Callable[[Sequence[int]], Tensor],
     prompt: Sequence[int],
     count: int,
     *,
@@ -25,6 +25,7 @@ def generate(
     Deterministic in `seed`, so the ranks of a divided model may run it together and draw the same tokens.
 
     Args:
+        logits_after: the logits of the token that follows some tokens, `[vocabulary]`: see `next_logits`.
         context: tokens looked back at, at most.
         temperature: 0 takes the likeliest token.
         top_k: draw among this many likeliest tokens; 0 = all.
@@ -33,18 +34,28 @@ def generate(
     Returns:
         The new tokens, without the prompt.
     """
-    device = next(decoder.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     tokens, new = list(prompt), []
     for _ in range(count):
-        window = torch.tensor([tokens[-context:]], device=device)
-        logits = decoder(window, Segments((window.shape[1],)))[0, -1].float().cpu()
+        logits = logits_after(tokens[-context:]).float().cpu()
         token = _draw(logits, temperature, top_k, generator)
         if token == end_of_text:
             break
         tokens.append(token)
         new.append(token)
     return new
+
+
+def next_logits(decoder: nn.Module) -> Callable[[Sequence[int]], Tensor]:
+    """What a decoder that is whole in this process expects after some tokens."""
+    device = next(decoder.parameters()).device
+
+    def after(tokens: Sequence[int]) -> Tensor:
+        window = torch.tensor([list(tokens)], device=device)
+        logits: Tensor = decoder(window, Segments((len(tokens),)))
+        return logits[0, -1]
+
+    return after
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -126,3 +126,26 @@ def _normalizer_and_wanted(
 def with_gradient_of(loss: Tensor, auxiliary: Tensor) -> Tensor:
     """The value of `loss`, with the gradient of `loss + auxiliary`. Both are scalars."""
     return loss + (auxiliary - auxiliary.detach()).to(loss.dtype)
+
+
+def carrying(x: Tensor, auxiliary: Tensor) -> Tensor:
+    """The value of `x`, with the gradient of `auxiliary`, a scalar, added to whatever gradient `x` gets.
+
+    How a loss that arises on a pipeline stage enters that stage's backward, which starts from `x`: an operation's
+    result that nothing else reads. The result is no view of it, for split backwards detach it.
+    """
+    return _Carrying.apply(x, auxiliary)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Carrying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
+        ctx.auxiliary = auxiliary.dtype, auxiliary.device
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.auxiliary
+        return gradient, torch.ones((), dtype=dtype, device=device)

@@ -19,6 +19,10 @@ class Region:
         """The sum of what the ranks computed, `[batch, sequence, hidden]`, as the residual stream holds it."""
         return x
 
+    def stream_shape(self, shape: tuple[int, int], hidden: int) -> tuple[int, ...]:
+        """Of the residual stream here, for a micro-batch of `shape` `(batch, sequence)`."""
+        return (*shape, hidden)
+
     def own(self, per_token: Tensor) -> Tensor:
         """What belongs to the tokens of this rank's residual stream, of something that goes by token.
 

@@ -4,19 +4,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fivefold.nn.decoder import Decoder
+from fivefold.nn.generate import next_logits
 from fivefold.parallel.bucket import Bucket, Division
 from fivefold.parallel.context import context_parallel
 from fivefold.parallel.data import DataParallel, Unit, compute_dtype, master_dtype
 from fivefold.parallel.expert import expert_parallel
 from fivefold.parallel.local import LocalParameter, initialize
 from fivefold.parallel.mesh import Groups
+from fivefold.parallel.pipeline import Pipeline, Samples, TiedCopy, rank_stages
 from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
 from fivefold.spec.legal import Resolved
 from fivefold.spec.parameters import Parameter, parameters
 from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim
+from fivefold.spec.stages import is_tied_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class ParallelModel:
         counts_tokens: whether this rank is the one, of all that read the same tokens, that counts them.
         counts_results: whether it is the one, of all that compute the same results, that adds them to sums over the
             run.
+        pipeline: the stages of `module` and how a step runs them.
     """
 
     module: Decoder
@@ -38,11 +42,35 @@ class ParallelModel:
     sequences: int
     counts_tokens: bool
     counts_results: bool
+    pipeline: Pipeline | None = None
+    tied_copy: TiedCopy | None = None
 
     def reduce_gradients(self) -> None:
         """After the last backward of a step: gradients become those of the whole global batch. Collective."""
         self.data.end_step()
+        if self.tied_copy is not None:
+            self.tied_copy.reduce()
         self.partial.sum()
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Samples]) -> float:
+        """The summed loss of this rank's micro-batches; under a pipeline, on the last stage's rank, else 0."""
+        if self.pipeline is None:
+            losses = [
+                self.module(b.tokens, b.segments, b.labels, positions=b.positions) for b in micro_batches
+            ]
+        else:
+            with self.data.gathered():
+                losses = self.pipeline.forward(micro_batches)
+        return float(sum(loss.item() for loss in losses))
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Sequence[int]) -> Tensor:
+        """Of the token that follows `tokens`, `[vocabulary]`, on every rank. Collective."""
+        if self.pipeline is None:
+            return next_logits(self.module)(tokens)
+        with self.data.gathered():
+            return self.pipeline.next_logits(tokens, self.parameters[0].value.device)
 
 
 def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.device) -> ParallelModel:
@@ -50,27 +78,35 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
 
     Nothing is allocated before the axes have divided it: a rank only ever holds its own part.
     """
-    config = resolved.config
+    config, mesh, at = resolved.config, resolved.mesh, resolved.mesh.coordinates(rank)
+    parallel = config.parallel
+    stages = rank_stages(config.model, parallel.schedule, parallel.chunks, mesh.pp, at["pp"])
     with torch.device("meta"):
-        decoder = Decoder(config.model, config.parallel.recompute)
+        decoder = Decoder(config.model, parallel.recompute, list(stages.values()))
     specs = {spec.name: spec for spec in parameters(config.model)}
     split = _Split(resolved, groups, rank, device)
     units = [split.unit(module, owned, specs) for module, owned in _owned(decoder)]
     if groups.cp is not None:
-        context_parallel(decoder, groups.cp, config.parallel)
+        context_parallel(decoder, groups.cp, parallel)
     if groups.ep is not None:
         expert_parallel(decoder, groups.ep)
-    if config.model.tied:
-        decoder.head.weight = decoder.embedding.weight
+    decoder.tie()
     if groups.tp is not None:
-        apply_tensor_parallel(decoder, groups.tp, config.parallel)
-    data = DataParallel(units, config.parallel.zero, overlap=True)
+        apply_tensor_parallel(decoder, groups.tp, parallel)
+    data = DataParallel(units, parallel.zero, overlap=groups.pp is None)
     held = [split.held[name] for name in specs if name in split.held]
     for parameter in held:
         initialize(parameter, config.run.seed)
     _zero_buffers(decoder, master_dtype(config.precision), device)
     data.updated()
-    at = resolved.mesh.coordinates(rank)
+    pipeline = tied_copy = None
+    if groups.pp is not None:
+        count, dtype = resolved.batch.accumulation, compute_dtype(config.precision)
+        pipeline = Pipeline(parallel.schedule, decoder, stages, groups.pp, count, dtype)
+    if groups.embedding is not None:
+        shards = groups.shard.size() if groups.shard else 1
+        per_tp = -(-config.model.vocab // mesh.tp)
+        tied_copy = TiedCopy(split.held["embedding.weight"], groups.embedding, -(-per_tp // shards))
     return ParallelModel(
         decoder,
         data,
@@ -79,6 +115,8 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         resolved.batch.global_batch,
         counts_tokens=at["tp"] == at["pp"] == 0,
         counts_results=at["tp"] == 0,
+        pipeline=pipeline,
+        tied_copy=tied_copy,
     )
 
 
@@ -118,6 +156,8 @@ class _Split:
             dim = sharded_dim(part.shape, bucket.shards)
             own = part.narrow(dim, *shard_range(part.shape[dim], bucket.shards, bucket.index))
             number = copies(config.model, spec, mesh, ep, zero)
+            if spec.name == "embedding.weight" and is_tied_apart(config.model, config.parallel, mesh):
+                number *= 2
             self.held[spec.name] = LocalParameter(spec, own, value, number)
         return bucket
 
@@ -131,8 +171,11 @@ def _owned(decoder: Decoder) -> list[tuple[nn.Module, dict[str, nn.Module]]]:
         unit = decoder if layer is None else decoder.layers[layer]
         for name, _ in module.named_parameters(recurse=False):
             full = f"{path}.{name}"
-            if not (decoder.model.tied and full == "head.weight"):
-                found[unit][full] = module
+            if decoder.model.tied and full == "head.weight":
+                if decoder.is_tied:
+                    continue
+                full = "embedding.weight"
+            found[unit][full] = module
     return list(found.items())
 
 

@@ -8,7 +8,8 @@ Reductions start while backward goes on, as soon as a bucket's last gradient is 
 layer ahead: in forward and in backward (zero 3), or after the update (zero 1 and 2), waited for where they are used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,10 +84,7 @@ class DataParallel:
         """Without overlap: gathers what the step needs."""
         if not self.overlap:
             self.begin_micro_step(last=True)
-            for unit in self.units:
-                unit.start_gather()
-            for unit in self.units:
-                unit.ready()
+            self._gather()
 
     def begin_micro_step(self, last: bool) -> None:
         """Before a backward: says whether it is the step's last."""
@@ -111,6 +109,15 @@ class DataParallel:
             bucket.reduce_replicas()
         for bucket in self.buckets:
             bucket.finish()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Forwards of a pipeline outside a step: parameters are there inside the block."""
+        self._gather()
+        try:
+            yield
+        finally:
+            self.drop()
 
     def updated(self) -> None:
         """After the values have changed: what forward sees follows. zero 1 and 2 gather, zero 3 waits for its use."""
@@ -137,6 +144,12 @@ class DataParallel:
 
     def _kept(self, bucket: Bucket) -> list[nn.Parameter]:
         return bucket.values if self.zero == 3 and bucket.gathers else bucket.parameters
+
+    def _gather(self) -> None:
+        for unit in self.units:
+            unit.start_gather()
+        for unit in self.units:
+            unit.ready()
 
     def _complete(self, bucket: Bucket) -> None:
         """A bucket's last gradient of this backward is there."""

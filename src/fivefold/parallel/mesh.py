@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fivefold.spec.legal import Resolved
+from fivefold.spec.stages import is_tied_apart
 
 MakeGroup = Callable[[Sequence[int], str], ProcessGroup]
 
@@ -21,6 +22,7 @@ class Groups:
         shard: ranks that ZeRO splits over; None with zero 0.
         expert_replicate, expert_shard: the same, of those ranks that own the same experts.
         tp_copies: ranks of tp that hold the same KV heads, where there are fewer of these than ranks.
+        embedding: the two ranks that hold a tied embedding and its copy, the head.
     """
 
     pp: ProcessGroup | None = None
@@ -32,6 +34,7 @@ class Groups:
     tp: ProcessGroup | None = None
     tp_copies: ProcessGroup | None = None
     ep: ProcessGroup | None = None
+    embedding: ProcessGroup | None = None
 
 
 def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
@@ -68,8 +71,10 @@ def groups(resolved: Resolved, rank: int, make: MakeGroup = new_group) -> Groups
     place = shards.index(rank) // ep * ep
     tensor, alike = of("tp"), max(1, mesh.tp // config.model.kv_heads)
     copies = tensor.index(rank) // alike * alike
+    stages = of("pp")
+    ends = [stages[0], stages[-1]] if is_tied_apart(config.model, config.parallel, mesh) else []
     return Groups(
-        pp=group("pp", of("pp")),
+        pp=group("pp", stages),
         replicate=group(replicate_axis, replicas),
         shard=group(shard_axis, shards) if zero else None,
         expert_replicate=group(replicate_axis, same_experts(replicas)),
@@ -78,4 +83,6 @@ def groups(resolved: Resolved, rank: int, make: MakeGroup = new_group) -> Groups
         tp=group("tp", tensor),
         tp_copies=group("tp", tensor[copies : copies + alike]),
         ep=group("ep", shards[place : place + ep]),
+        # The last: other ranks have no such group, and torch names groups by how many a rank has.
+        embedding=group("embedding", ends) if rank in ends else None,
     )

@@ -124,6 +124,10 @@ class SequenceParallelRegion(Region):
         """`[batch, sequence, hidden]` → the sum's run, `[tokens / ranks, hidden]`."""
         return _ReduceScatter.apply(x.flatten(0, 1), self.group)  # type: ignore[no-any-return,no-untyped-call]
 
+    def stream_shape(self, shape: tuple[int, int], hidden: int) -> tuple[int, ...]:
+        """`[tokens / ranks, hidden]`"""
+        return (-(-shape[0] * shape[1] // self.group.size()), hidden)
+
     def own(self, per_token: Tensor) -> Tensor:
         """`[sequence]` or `[batch, sequence]` → `[tokens / ranks]`; 0 where the run is filled up."""
         tokens = _filled(per_token.expand(self.shape).reshape(-1), self.group.size())

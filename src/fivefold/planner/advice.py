@@ -11,8 +11,9 @@ from fivefold.config.tree import Parallel
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate
 from fivefold.planner.document import layout_of
-from fivefold.planner.search import Outcome, search
+from fivefold.planner.search import SAME, Outcome, search
 from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish
+from fivefold.render.units import change_text, seconds_text
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
@@ -41,10 +42,9 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         if zero != best.zero:
             yield f"zero {zero} instead of {best.zero}", {"zero": zero}
     if best.tp > 1:
-        yield (
-            f"sequence parallel {not best.sequence_parallel}",
-            {"sequence_parallel": not best.sequence_parallel},
-        )
+        on = best.sequence_parallel
+        name = "sequence parallel off instead of on" if on else "sequence parallel on instead of off"
+        yield name, {"sequence_parallel": not on}
     if best.pp > 1:
         for name in SCHEDULES:
             if name != best.schedule:
@@ -61,16 +61,18 @@ def _verdict(best: Job, changes: dict[str, Any], seconds: float) -> str:
     excess = found.fullest.memory.peak - job.hardware.device.memory
     if excess > 0:
         return f"does not fit, {excess / 2**30:.2f} GiB too much on pipeline rank {found.fullest.rank}"
-    change = found.time.step / seconds - 1
-    old, new = estimate(best).time, found.time
+    old, change = estimate(best), found.time.step / seconds - 1
+    if abs(change) < SAME:
+        more = found.fullest.memory.peak - old.fullest.memory.peak
+        return f"the same step within {SAME:.1%}; memory {more / 2**30:+.2f} GiB"
     parts = {
-        name: getattr(new, name) - getattr(old, name)
+        name: getattr(found.time, name) - getattr(old.time, name)
         for name in ("compute", "exposed_communication", "bubble", "optimizer")
     }
     cause = max(parts, key=lambda name: parts[name] if change >= 0 else -parts[name])
     return (
-        f"{found.time.step:.4g} s a step ({change:+.1%}); {cause.replace('_', ' ')} "
-        f"{parts[cause] * 1e3:+.3g} ms"
+        f"{seconds_text(found.time.step)} a step ({change:+.1%}); {cause.replace('_', ' ')} "
+        f"{change_text(parts[cause])}"
     )
 
 
@@ -94,6 +96,10 @@ def _changed(best: Job, changes: dict[str, Any]) -> Job:
         near = schedules.nearest_legal(job.schedule, job.pp, job.microbatches)
         raise ConfigError(
             f"{job.schedule} needs {' or '.join(map(str, near))} micro-batches, not {job.microbatches}"
+        )
+    if job.zero == 3 and job.pp > 1 and job.schedule in schedules.SPLITS_BACKWARD:
+        raise ConfigError(
+            f"schedule {job.schedule} keeps parameters gathered, so zero 3 is zero 2; use zero = 2"
         )
     parallel = msgspec.convert(layout_of(job), Parallel)
     check_layout(job.model, parallel, Mesh(job.pp, job.dp_replicate, job.dp_shard, job.cp, job.tp))
@@ -119,7 +125,7 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
             if best.job.micro_batch != wish.fixed.get("micro_batch", best.job.micro_batch):
                 what["micro_batch"] = best.job.micro_batch
             changes = ", ".join(f"{key} = {value}" for key, value in what.items())
-            lines.append(f"it fits with {changes} ({best.seconds:.4g} s a step)")
+            lines.append(f"it fits with {changes} ({seconds_text(best.seconds)} a step)")
             return lines
     for factor in (2, 4, 8, 16, 32, 64):
         nodes = wish.hardware.nodes * factor
@@ -127,7 +133,7 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
         found = search(wider, keep=1)
         if found.ranking:
             lines.append(
-                f"it fits on {wider.hardware.devices} devices ({found.ranking[0].seconds:.4g} s a step)"
+                f"it fits on {wider.hardware.devices} devices ({seconds_text(found.ranking[0].seconds)} a step)"
             )
             break
     return lines

@@ -1,15 +1,16 @@
 """The search: every layout of the space in effect, few of them in fact.
 
-1. Costs of a layer depend only on its shape (tp, sp, cp, ep, micro-batch, recompute): computed once per
-shape. 2. Degrees and micro-batches form groups, a group's schedules and recompute modes series, a series'
-chunks
-   points; each has a lower bound of its step and of its memory (planner/bounds.py). Best bound first they are
-   opened; what cannot fit, or cannot enter the ranking any more, never is.
-3. A point whose memory passes is simulated once for all divisions of its data-parallel ranks.
+1. Costs of a layer depend only on its shape (tp, sp, cp, ep, micro-batch, recompute): computed once per shape.
+2. Degrees and micro-batches form groups, a group's schedules and recompute modes series, a series' chunks points;
+   each has a lower bound of its step and of its memory (planner/bounds.py). Best bound first they are opened; what
+   cannot fit, or cannot enter the ranking any more, never is.
+3. A point whose memory passes gets the bound of its busiest rank working alone, with the traffic and update of
+   its best division of data-parallel ranks; what is still ahead of the ranking then is simulated, once for all
+   divisions.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
@@ -17,19 +18,41 @@ from typing import NamedTuple
 
 from fivefold.ledger import pipeline, total
 from fivefold.ledger.job import Job
-from fivefold.ledger.pipeline import Costs
+from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.shards import Share
-from fivefold.ledger.total import Ledger
-from fivefold.planner.bounds import Prices, held_bytes, quick_bound, series_bound, series_memory, tight_bound
-from fivefold.planner.space import Group, Point, Series, Shape, Wish, data_layouts, groups, points, series_of
+from fivefold.planner.bounds import (
+    Prices,
+    alone,
+    busiest,
+    held_bytes,
+    quick_bound,
+    series_bound,
+    series_memory,
+)
+from fivefold.planner.space import (
+    Group,
+    Point,
+    Series,
+    Shape,
+    Wish,
+    data_layouts,
+    groups,
+    modes,
+    points,
+    series_of,
+)
 from fivefold.spec import schedules
+
+SAME = 1e-3  # relative difference of steps below which layouts of one point share a line of the ranking
 
 
 class Ranked(NamedTuple):
-    """A layout that fits, and its step."""
+    """A line of the ranking: a layout that fits, its step, and those that are the same within 0.1 % and differ
+    only in how the data-parallel ranks divide (zero, dp_replicate, dp_shard)."""
 
     seconds: float
     job: Job
+    same: tuple[Job, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,7 +60,8 @@ class Outcome:
     """The ranking, best first, and what the search did.
 
     Attributes:
-        searched: layouts in the space.
+        searched: points looked at.
+        feasible: layouts found to fit on the way.
         simulated: points whose schedule was simulated.
         tightest: of the layouts that do not fit, the job that misses by the fewest bytes, and those bytes.
     """
@@ -88,23 +112,38 @@ class _Found:
         self.searched = self.feasible = self.simulated = 0
         self.tightest: tuple[Job, float] | None = None
 
-    def missed(self, job: Job, missing: float) -> None:
+    def missed(self, wish: Wish, series: Series, missing: float) -> None:
+        """A series none of whose layouts fits."""
         if self.tightest is None or missing < self.tightest[1]:
-            self.tightest = (job, missing)
+            self.tightest = job_of(wish, Point(series, schedules.chunks_of(series.schedule, 2))), missing
 
-    def take(self, job: Job, seconds: float, missing: float) -> None:
-        if missing > 0:
-            self.missed(job, missing)
-            return
-        if seconds < self.limit:
-            self.best.append(Ranked(seconds, job))
-            self.best.sort(key=lambda ranked: ranked.seconds)
-            del self.best[self.keep :]
-            if len(self.best) == self.keep:
-                self.limit = self.best[-1].seconds
+    def layout_missed(self, job: Job, missing: float) -> None:
+        if self.tightest is None or missing < self.tightest[1]:
+            self.tightest = job, missing
+
+    def take(self, layouts: Sequence[tuple[float, Job]]) -> None:
+        """Layouts of one point that fit."""
+        for line in fold(layouts):
+            if line.seconds < self.limit:
+                self.best.append(line)
+                self.best.sort(key=lambda ranked: ranked.seconds)
+                del self.best[self.keep :]
+                if len(self.best) == self.keep:
+                    self.limit = self.best[-1].seconds
 
     def outcome(self, seconds: float) -> Outcome:
         return Outcome(tuple(self.best), self.searched, self.feasible, self.simulated, seconds, self.tightest)
+
+
+def fold(layouts: Sequence[tuple[float, Job]]) -> list[Ranked]:
+    """Lines of a ranking from layouts of one point, fastest first."""
+    lines: list[Ranked] = []
+    for seconds, job in sorted(layouts, key=lambda layout: layout[0]):
+        if lines and seconds <= lines[-1].seconds * (1 + SAME):
+            lines[-1] = lines[-1]._replace(same=(*lines[-1].same, job))
+        else:
+            lines.append(Ranked(seconds, job))
+    return lines
 
 
 class _Costing:
@@ -134,19 +173,20 @@ class _Costing:
         return self.messages[key]
 
 
-class Bounded(NamedTuple):
-    """A point with its tight bound."""
+class Ready(NamedTuple):
+    """A point with the layouts of it that pass the test of memory, each with a bound of its step."""
 
-    point: Point
+    plain: Job
+    cost: Costs
+    built: list[Stage]
+    layouts: tuple[tuple[float, Job], ...]
 
 
 def search(wish: Wish, keep: int = 10) -> Outcome:
-    """The `keep` fastest layouts that fit, best bound first: groups open into series, series into points,
-    points
-    get a tight bound, and what is still ahead of the ranking then is simulated."""
+    """The `keep` fastest lines of layouts that fit, best bound first."""
     start = perf_counter()
     costing, found = _Costing(wish), _Found(keep)
-    queue: list[tuple[float, int, Group | Series | Point | Bounded]] = []
+    queue: list[tuple[float, int, Group | Series | Point | Ready]] = []
     order = count()
     for group in groups(wish):
         prices = costing.of(Series(group, group.shape, "1f1b"))[1]
@@ -156,10 +196,8 @@ def search(wish: Wish, keep: int = 10) -> Outcome:
         bound, _, item = heapq.heappop(queue)
         if bound >= found.limit:
             break
-        if isinstance(item, Bounded):
-            point = item.point
-            for job, seconds, missing in _layouts(wish, point, costing.of(point.series)[0], bound, found):
-                found.take(job, seconds, missing)
+        if isinstance(item, Ready):
+            found.take(_simulated(item, found))
             continue
         for tighter, opened in _open(wish, item, costing, found):
             if max(bound, tighter) < found.limit:
@@ -169,64 +207,90 @@ def search(wish: Wish, keep: int = 10) -> Outcome:
 
 def _open(
     wish: Wish, item: Group | Series | Point, costing: _Costing, found: _Found
-) -> Iterator[tuple[float, Series | Point | Bounded]]:
+) -> Iterator[tuple[float, Series | Point | Ready]]:
     """What an item consists of, each with its bound; what cannot fit is left out."""
     if isinstance(item, Group):
-        for series in series_of(wish, item):
+        for series in _series(wish, item, costing, found):
             cost, prices = costing.of(series)
             missing = series_memory(wish, series, cost) - wish.hardware.device.memory
-            if missing > 0:
-                found.missed(job_of(wish, Point(series, schedules.chunks_of(series.schedule, 2))), missing)
-            else:
+            if missing <= 0:
                 yield series_bound(item, prices, wish.model), series
+            else:
+                found.missed(wish, series, missing)
     elif isinstance(item, Series):
         prices = costing.of(item)[1]
         for point in points(wish, item):
             found.searched += 1
             yield quick_bound(point, prices, wish.model, costing.message(point)), point
     else:
-        prices = costing.of(item.series)[1]
-        yield tight_bound(item, prices, wish.model, costing.message(item)), Bounded(item)
+        yield from _ready(wish, item, costing, found)
 
 
-def _layouts(
-    wish: Wish, point: Point, cost: Costs, bound: float, found: _Found
-) -> Iterator[tuple[Job, float, float]]:
-    """(job, seconds, bytes missing) for every division of the data-parallel ranks of a point.
+def _series(wish: Wish, group: Group, costing: _Costing, found: _Found) -> Iterable[Series]:
+    """The series of a group, unless none fits: not even with the most recomputation and the fewest in flight."""
+    if group.pp > 1 and "schedule" not in wish.fixed:
+        shape = group.shape._replace(recompute=modes(wish)[-1])
+        series = Series(group, shape, "1f1b")
+        missing = series_memory(wish, series, costing.of(series)[0]) - wish.hardware.device.memory
+        if missing > 0:
+            found.missed(wish, series, missing)
+            return ()
+    return series_of(wish, group)
 
-    Memory of the first two ranks and of the last is known from the order of their work alone, and so is the
-    traffic after the pipeline; only where a division passes and may rank is the schedule simulated.
-    """
+
+def _ready(wish: Wish, point: Point, costing: _Costing, found: _Found) -> Iterator[tuple[float, Ready]]:
+    """The point, if some division of its data-parallel ranks may fit. Memory of the first two ranks and of the
+    last is known from the order of their work alone, and so is the traffic after the pipeline."""
+    cost = costing.of(point.series)[0]
     plain = job_of(wish, point)
     built = pipeline.stages(plain, cost)
     shares = [pipeline.rank_share(plain, built, rank) for rank in range(plain.pp)]
-    ends = {rank: held_bytes(point, built, rank) for rank in {0, min(1, plain.pp - 1), plain.pp - 1}}
-    light = min(range(plain.pp), key=lambda rank: shares[rank].total)
-    jobs = []
+    held = {rank: held_bytes(point, built, rank) for rank in {0, min(1, plain.pp - 1), plain.pp - 1}}
+    layouts = []
     too_large: set[int] = set()  # zero stages that do not fit on the most shards fit on no fewer
     for zero, replicate, shard in data_layouts(wish, point):
         if zero in too_large:
             continue
         job = replace(plain, zero=zero, dp_replicate=replicate, dp_shard=shard)
-        missing = _missing(job, cost, shares, ends)
+        missing = _missing(job, cost, shares, held)
         if missing > 0:
             too_large.add(zero)
-            yield job, 0.0, missing
+            found.layout_missed(job, missing)
             continue
         found.feasible += 1
-        tail = total.tail(job, built, light, shares[light])
-        if bound + tail.late + tail.update < found.limit:
-            jobs.append(job)
-    if not jobs:
+        layouts.append(job)
+    if not layouts:
         return
+    rank = busiest(built, point)
+    times, message = [stage.times for stage in built], costing.message(point)
+    ends = alone(point.schedule, point.pp, point.microbatches, times, message, rank)
+    end, rank = max((ends.own, rank), (ends.first, 0))
+    bounded = [(end + plain.physics.step + _after(job, built, rank), job) for job in layouts]
+    yield min(bound for bound, _ in bounded), Ready(plain, cost, built, tuple(bounded))
+
+
+def _after(job: Job, built: list[Stage], rank: int) -> float:
+    """Seconds that follow a rank's pipeline."""
+    tail = total.tail(job, built, rank, pipeline.padded_share(job, built, rank))
+    return tail.late + tail.update
+
+
+def _simulated(ready: Ready, found: _Found) -> list[tuple[float, Job]]:
+    """Seconds of the layouts of a point that fit."""
     found.simulated += 1
-    line = pipeline.timeline(plain, built)
+    line = pipeline.timeline(ready.plain, ready.built)
     everywhere = dict(enumerate(line.peak_in_flight))
-    for job in jobs:
-        exact = pipeline.shares(job, built)
-        missing = _missing(job, cost, exact, everywhere)
-        end = total.slowest(job, built, line, exact)[0] if missing <= 0 else 0.0
-        yield job, end + job.physics.step, missing
+    layouts = []
+    for bound, job in ready.layouts:
+        if bound >= found.limit * (1 + SAME):
+            continue
+        exact = pipeline.shares(job, ready.built)
+        missing = _missing(job, ready.cost, exact, everywhere)
+        if missing > 0:
+            found.layout_missed(job, missing)
+        else:
+            layouts.append((total.slowest(job, ready.built, line, exact)[0] + job.physics.step, job))
+    return layouts
 
 
 def _missing(job: Job, cost: Costs, shares: Sequence[Share], held: Mapping[int, float]) -> float:
@@ -234,8 +298,3 @@ def _missing(job: Job, cost: Costs, shares: Sequence[Share], held: Mapping[int, 
     spare = total.transient(job)
     peak = max(total.memory(job, cost, size, rank, shares[rank], spare).peak for rank, size in held.items())
     return peak - job.hardware.device.memory
-
-
-def ledger_of(ranked: Ranked) -> Ledger:
-    """The whole ledger of a ranked layout."""
-    return total.estimate(ranked.job)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any, NamedTuple
 
 from fivefold.config.errors import ConfigError
@@ -139,6 +140,11 @@ def _is_legal(model: Model, mesh: Mesh, parallel: Parallel) -> bool:
     return True
 
 
+def modes(wish: Wish) -> list[str]:
+    """Recompute modes, the one that keeps least last."""
+    return [mode for mode in RECOMPUTE if wish.allows("recompute", mode)]
+
+
 def series_of(wish: Wish, group: Group) -> Iterator[Series]:
     """Every schedule that exists for the group's micro-batches, with every recompute mode. Without a pipeline
     all schedules are one."""
@@ -153,9 +159,8 @@ def series_of(wish: Wish, group: Group) -> Iterator[Series]:
             and group.pp * schedules.chunks_of(name, 2) <= wish.model.layers
         ]
     for name in names:
-        for mode in RECOMPUTE:
-            if wish.allows("recompute", mode):
-                yield Series(group, group.shape._replace(recompute=mode), name)
+        for mode in modes(wish):
+            yield Series(group, group.shape._replace(recompute=mode), name)
 
 
 def points(wish: Wish, series: Series) -> Iterator[Point]:
@@ -174,7 +179,7 @@ def points(wish: Wish, series: Series) -> Iterator[Point]:
 def groups(wish: Wish) -> Iterator[Group]:
     """Every legal choice of degrees whose product is the cluster, and of micro-batches that divide the batch."""
     world = wish.hardware.devices
-    modes = [mode for mode in RECOMPUTE if wish.allows("recompute", mode)]
+    cheapest = modes(wish)[0]
     for tp in legal_tp(wish):
         sequence = [s for s in ((False, True) if tp > 1 else (False,)) if wish.allows("sequence_parallel", s)]
         for pp in _allowed(wish, "pp", divisors(world // tp)):
@@ -188,7 +193,7 @@ def groups(wish: Wish) -> Iterator[Group]:
                 for micro in _allowed(wish, "micro_batch", divisors(share)):
                     for ep in legal_ep(wish, replicas * cp):
                         for sp in sequence:
-                            shape = Shape(tp, sp, cp, ep, micro, modes[0])
+                            shape = Shape(tp, sp, cp, ep, micro, cheapest)
                             yield Group(shape, pp, replicas, share // micro)
 
 
@@ -225,21 +230,23 @@ def nearest_divisors(number: int, value: int) -> str:
 def size(wish: Wish) -> int:
     """How many layouts the space has."""
     count = 0
-    chunks: dict[tuple[int, int], int] = {}
-    splits: dict[tuple[int, int, int], dict[bool, int]] = {}
+    ways: dict[tuple[int, int], tuple[int, int]] = {}  # points with and without a split backward
+    splits: dict[tuple[int, int, int], tuple[int, int]] = {}  # divisions of the data-parallel ranks of each
     for group in groups(wish):
-        key = (group.data_parallel, group.shape.cp, group.shape.ep)
-        if key not in splits:
-            whole = Point(Series(group._replace(pp=2), group.shape, "1f1b"), 1)
-            halves = Point(Series(group._replace(pp=2), group.shape, "zb_h1"), 1)
-            splits[key] = {
-                False: len(data_layouts(wish, whole)),
-                True: len(data_layouts(wish, halves)),
-            }
-        for series in series_of(wish, group):
-            split = group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD
-            shape = (group.pp, SCHEDULES.index(series.schedule))
-            if shape not in chunks:
-                chunks[shape] = sum(1 for _ in points(wish, series))
-            count += chunks[shape] * splits[key][split]
+        pipe, data = (group.pp, group.microbatches), (group.data_parallel, group.shape.cp, group.shape.ep)
+        if pipe not in ways:
+            whole = halves = 0
+            for series in series_of(wish, group):
+                if group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD:
+                    halves += sum(1 for _ in points(wish, series))
+                else:
+                    whole += sum(1 for _ in points(wish, series))
+            ways[pipe] = whole, halves
+        if data not in splits:
+            piped = group._replace(pp=2)
+            splits[data] = (
+                len(data_layouts(wish, Point(Series(piped, group.shape, "1f1b"), 1))),
+                len(data_layouts(wish, Point(Series(piped, group.shape, "zb_h1"), 1))),
+            )
+        count += sum(map(mul, ways[pipe], splits[data]))
     return count

@@ -105,6 +105,7 @@ def stack_of(row: Columns) -> Stack:
         fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge") or compiled,
         loss_bytes=6.0 if megatron(row) else 12.0 if compiled else 14.0,
         early_stop=says(row, r"torchtitan"),
+        returns_logits=says(row, r"torchtitan"),
         keep_gathered=says(row, r"async TP linear"),
         keep_every=2 if says(row, r"per-op SAC") else 1,
         bucket_bytes=2e9 if says(row, r"DeepSpeed") else 0.0,

@@ -1,5 +1,8 @@
 """From a config to a wish, from a ranked layout back to a config that trains it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from fivefold.config.errors import ConfigError
@@ -8,7 +11,8 @@ from fivefold.ledger.job import Job
 from fivefold.planner.document import LAYOUT, layout_of
 from fivefold.planner.jobs import ITEMSIZES, hardware_of, stack_of
 from fivefold.planner.space import Wish, nearest_divisors
-from fivefold.spec.legal import check_model
+from fivefold.spec.legal import check_layout, check_model
+from fivefold.spec.mesh import Mesh
 
 FREE_BY_DEFAULT = Parallel()
 
@@ -37,6 +41,7 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
                 f"parallel.{axis} = {degree}: does not divide the cluster's {hardware.devices} devices; "
                 f"nearest legal: {near}"
             )
+    _check_fixed(config, fixed)
     return Wish(
         model=config.model,
         hardware=hardware,
@@ -48,6 +53,18 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
         fixed=fixed,
         context=config.parallel.context,
     )
+
+
+def _check_fixed(config: Config, fixed: Mapping[str, Any]) -> None:
+    """Refuses what no layout could have: a sequence longer than the model's positions, a tensor- or expert-parallel
+    degree that the model does not divide by."""
+    if config.batch.sequence_length > config.model.max_positions:
+        raise ConfigError(
+            f"batch.sequence_length = {config.batch.sequence_length}: longer than model.max_positions; "
+            f"expected at most {config.model.max_positions}"
+        )
+    tp, ep = fixed.get("tp", 1), fixed.get("ep", 1)
+    check_layout(config.model, Parallel(tp=tp, ep=ep, dp_shard=ep), Mesh(tp=tp, dp_shard=ep))
 
 
 def _global_batch(config: Config, devices: int) -> int:

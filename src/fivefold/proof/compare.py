@@ -84,6 +84,9 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
     if not wrong:
         return Comparison(measured, ())
     first, kind = _first(found, gradients, of_gradients, expected, bound)
+    after = of_parameters | of_moments
+    if first is None and (late := [name for name, error in after.items() if not error <= bound]):
+        first, kind = f"{late[0]} (update)", kind_of(state.tensors[late[0]], expected.state[late[0]])
     return Comparison(measured, tuple(wrong), first, kind)
 
 

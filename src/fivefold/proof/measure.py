@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from fivefold.trainer.place import place_from
 from fivefold.trainer.session import Session, open_session
 from fivefold.trainer.state import tensors
 from fivefold.trainer.step import Stepper
+
+Sabotage: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 FLAGS = (0.0, 0.0)
 TIMEOUT_SECONDS = 60.0
@@ -68,18 +71,16 @@ def measure(
     world_size: int,
     twins: Sequence[Config],
     permutation: int = 0,
-    sabotage: Callable[[], None] | None = None,
+    sabotage: Sabotage = nullcontext,
 ) -> list[Measured]:
     """Trains each of `twins`, which share a layout, for its steps on this rank. Every rank calls it alike.
 
     Args:
         permutation: seed of another order of the rows of each global batch; 0 = as they are.
-        sabotage: called first, to break something.
+        sabotage: makes a context in which something is broken.
     """
-    if sabotage is not None:
-        sabotage()
     place = place_from(os.environ) if world_size > 1 else None
-    with open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
+    with sabotage(), open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
         return [_measure(session, resolve_config(config, world_size), permutation) for config in twins]
 
 

@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from fivefold.config.tree import Config, Parallel
 from fivefold.ledger.total import estimate, traffic_of
 from fivefold.planner.jobs import job_of
 from fivefold.proof.compare import BOUNDS, Comparison, compare
-from fivefold.proof.measure import Measured, measure
+from fivefold.proof.measure import Measured, Sabotage, measure
 from fivefold.proof.ranks import RankError, Ranks
 from fivefold.proof.reference import Reference, reference
 from fivefold.proof.twin import twin
@@ -84,10 +84,10 @@ class Case:
 class Verifier:
     """Runs cases on one pool of ranks; a context manager."""
 
-    def __init__(self, ranks: int, sabotage: Callable[[], None] | None = None) -> None:
-        """`sabotage` is called on every rank before a case, to break something: verify must find it."""
+    def __init__(self, ranks: int, sabotage: Sabotage = nullcontext) -> None:
+        """`sabotage` makes the context in which every rank runs a case, with something broken: it must be found."""
         self._count = ranks
-        self._sabotage = sabotage
+        self.sabotage = sabotage
         self._ranks: Ranks | None = None
         self._references: dict[bytes, Reference] = {}
 
@@ -128,7 +128,7 @@ class Verifier:
             self._ranks = Ranks(self._count, backend=None)
         try:
             of_ranks = self._ranks.run(
-                measure, list(twins), 0, self._sabotage, world_size=ranks, timeout=CASE_SECONDS
+                measure, list(twins), 0, self.sabotage, world_size=ranks, timeout=CASE_SECONDS
             )
         except RankError:
             self._ranks = None  # an error ends them

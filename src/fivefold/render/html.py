@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from fivefold.render.ledger import same_text
 from fivefold.render.units import bytes_text, count_text, percent_text, seconds_text
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "overhead")
@@ -219,4 +220,7 @@ def _ranking(ranking: Sequence[dict[str, Any]]) -> str:
         ]
         mark = " class='best'" if place == 1 else ""
         rows.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+        for note in same_text(item):
+            text = f"<td colspan='{len(cells) - 1}' style='text-align: left; color: #6c757d'>{escape(note)}</td>"
+            rows.append(f"<tr><td></td>{text}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"

@@ -11,6 +11,13 @@ def ledger_text(found: dict[str, Any]) -> str:
     return "\n\n".join([_head(found), _memory(found), _time(found), _traffic(found)])
 
 
+def same_text(item: dict[str, Any]) -> list[str]:
+    """The line about layouts that share a place in the ranking, if there are any."""
+    if not item["same"]:
+        return []
+    return [f"and {len(item['same'])} more within 0.1% that differ only in {', '.join(item['same_but_for'])}"]
+
+
 def _head(found: dict[str, Any]) -> str:
     parameters = found["parameters"]
     return (

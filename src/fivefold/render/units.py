@@ -40,6 +40,11 @@ def seconds_text(seconds: float) -> str:
     return f"{_three(seconds)} s"
 
 
+def change_text(seconds: float) -> str:
+    """A difference of short times, signed: +16.6 s, -380 ms."""
+    return f"{'-' if seconds < 0 else '+'}{seconds_text(abs(seconds))}"
+
+
 def duration_text(seconds: float) -> str:
     """A long time in its two largest units: 42 s, 2 min 05 s, 1 h 03 min, 3 d 04 h."""
     if not isfinite(seconds):

@@ -218,22 +218,21 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
             f"parallel.chunks = {parallel.chunks}: schedule {parallel.schedule} has {own} a rank; "
             f'set chunks = {own}, or schedule = "interleaved"'
         )
-    if mesh.pp > 1 and mesh.pp * own > model.layers:
+    if mesh.pp > 1 and mesh.pp * own > model.layers + 2:
         raise ConfigError(
-            f"parallel.pp × chunks = {mesh.pp} × {own} stages: more than the model's layers; "
-            f"expected at most {model.layers}"
+            f"parallel.pp × chunks = {mesh.pp} × {own} stages: more than the model's layers, "
+            f"embedding and head; expected at most {model.layers + 2}"
         )
 
 
 def check_trainable(resolved: Resolved) -> None:
     """Refuses what can be planned and is not trained yet."""
-    model, parallel, mesh = resolved.config.model, resolved.config.parallel, resolved.mesh
+    model, parallel = resolved.config.model, resolved.config.parallel
     lacking = {
         f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
         "model.dropout": model.dropout > 0,
-        f"parallel.pp = {mesh.pp}": mesh.pp > 1,
         f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
     }
     if used := [name for name, is_used in lacking.items() if is_used]:

@@ -81,8 +81,6 @@ def tensor_copies(model: Model, parameter: Parameter, tp: int) -> int:
 
 
 def copies(model: Model, parameter: Parameter, mesh: Mesh, ep: int, zero: int) -> int:
-    """How many ranks of the run hold the same part; a copy that a tied head keeps on another stage counts."""
+    """How many ranks of a pipeline stage hold the same part."""
     shards = mesh.dp_shard * mesh.cp // (ep if is_expert(model, parameter) else 1)
-    found = mesh.dp_replicate * (1 if zero else shards) * tensor_copies(model, parameter, mesh.tp)
-    tied_apart = model.tied and mesh.pp > 1 and parameter.name == "embedding.weight"
-    return found * (2 if tied_apart else 1)
+    return mesh.dp_replicate * (1 if zero else shards) * tensor_copies(model, parameter, mesh.tp)

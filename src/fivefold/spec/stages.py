@@ -8,10 +8,21 @@ uneven, earlier stages get fewer layers: they hold the embedding, and more micro
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from fivefold.config.errors import ConfigError
-from fivefold.config.tree import Model
+from fivefold.config.tree import Model, Parallel
+from fivefold.spec.mesh import Mesh
 from fivefold.spec.parameters import Parameter, parameters
+from fivefold.spec.schedules import V_SHAPED
+
+
+class Stage(NamedTuple):
+    """What a pipeline stage computes: its layers, and whether it embeds tokens and computes the loss."""
+
+    layers: range
+    first: bool
+    last: bool
 
 
 def split_layers(
@@ -126,3 +137,14 @@ def _active(model: Model, parameter: Parameter) -> float:
 def model_stages(model: Model, stages: int) -> tuple[range, ...]:
     """The layers of every stage; the embedding is on the first, the final norm and head on the last."""
     return split_layers(layer_costs(model), stages, last=float(model.vocab * model.hidden))
+
+
+def pipeline_stages(model: Model, count: int) -> tuple[Stage, ...]:
+    """The stages of a pipeline, in order."""
+    split = model_stages(model, count)
+    return tuple(Stage(layers, n == 0, n == count - 1) for n, layers in enumerate(split))
+
+
+def is_tied_apart(model: Model, parallel: Parallel, mesh: Mesh) -> bool:
+    """Whether a tied head is on another pipeline rank than the embedding, and so a copy of it."""
+    return model.tied and mesh.pp > 1 and parallel.schedule not in V_SHAPED

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.config.tree import Model
 from fivefold.parallel.apply import ParallelModel
+from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import MicroBatch
 
 
@@ -18,7 +19,7 @@ class Finding:
 
     in_backward: bool
     micro_batch: int
-    depth: int
+    depth: tuple[int, int]
     text: str
 
 
@@ -28,7 +29,7 @@ def first_non_finite(model: ParallelModel, micro_batches: Sequence[MicroBatch]) 
     The forward is run again with every module's output looked at. Where all outputs are finite the fault arose
     in backward, and the last parameter in forward order whose gradient is not finite was the first reached.
     """
-    found = _in_forward(model.module, micro_batches) or _in_gradients(model)
+    found = _in_forward(model, micro_batches) or _in_gradients(model)
     findings: list[Finding | None] = [found]
     if dist.is_initialized():
         findings = [None] * dist.get_world_size()
@@ -40,7 +41,7 @@ def first_non_finite(model: ParallelModel, micro_batches: Sequence[MicroBatch]) 
     return f"rank {rank}: {finding.text}"
 
 
-def _in_forward(module: nn.Module, micro_batches: Sequence[MicroBatch]) -> Finding | None:
+def _in_forward(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Finding | None:
     culprits: list[str] = []  # in the order the modules end
 
     def watch(name: str) -> Any:
@@ -50,17 +51,18 @@ def _in_forward(module: nn.Module, micro_batches: Sequence[MicroBatch]) -> Findi
 
         return hook
 
+    module = model.module
     names = [name for name, _ in module.named_modules()]
     hooks = [part.register_forward_hook(watch(name)) for name, part in module.named_modules()]
     found = None
     try:
-        with torch.no_grad():
-            for index, batch in enumerate(micro_batches):
-                module(batch.tokens, batch.segments, batch.labels, positions=batch.positions)
-                if culprits and found is None:
-                    samples = ", ".join(map(str, batch.sample_ids))
-                    text = f"output of {culprits[0] or 'the loss'} in forward, micro-batch {index}, samples {samples}"
-                    found = Finding(False, index, names.index(culprits[0]), text)
+        for index, batch in enumerate(micro_batches):
+            model.evaluate([batch])
+            if culprits and found is None:
+                samples = ", ".join(map(str, batch.sample_ids))
+                text = f"output of {culprits[0] or 'the loss'} in forward, micro-batch {index}, samples {samples}"
+                place = _layer(module.model, culprits[0]), names.index(culprits[0])
+                found = Finding(False, index, place, text)
     finally:
         for hook in hooks:
             hook.remove()
@@ -68,8 +70,18 @@ def _in_forward(module: nn.Module, micro_batches: Sequence[MicroBatch]) -> Findi
 
 
 def _in_gradients(model: ParallelModel) -> Finding | None:
-    for depth, parameter in enumerate(reversed(model.parameters)):
+    place = {spec.name: number for number, spec in enumerate(parameters(model.module.model))}
+    for parameter in reversed(model.parameters):
         gradient = parameter.gradient()
         if gradient is not None and not bool(gradient.isfinite().all()):
-            return Finding(True, 0, depth, f"gradient of {parameter.spec.name} in backward")
+            name = parameter.spec.name
+            return Finding(True, 0, (-place[name], 0), f"gradient of {name} in backward")
     return None
+
+
+def _layer(model: Model, module: str) -> int:
+    """Where a module is in the whole model: ranks of a pipeline have different ones."""
+    kind, _, rest = module.partition(".")
+    if kind == "layers":
+        return int(rest.partition(".")[0])
+    return model.layers if kind in ("norm", "head", "") else -1

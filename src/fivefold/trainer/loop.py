@@ -265,7 +265,7 @@ class Loop:
         config = self.resolved.config
         with self.session.recorder.paused(), torch.no_grad():
             return generate(
-                self.model.module,
+                self.model.next_logits,
                 prompt,
                 count,
                 context=config.batch.sequence_length,

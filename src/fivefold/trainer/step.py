@@ -72,11 +72,9 @@ class Stepper:
         with self.recorder.phase("step"), self.clock.measure("communication"):
             counted = sum(batch.loss_tokens for batch in micro_batches) * self.model.counts_tokens
             loss_tokens, *agreed = self.agreement.sum(counted, *flags)
-        self.model.data.begin_step()
-        loss_sum = 0.0
-        for index, batch in enumerate(micro_batches):
-            self.model.data.begin_micro_step(last=index == len(micro_batches) - 1)
-            loss_sum += self._forward_backward(batch, max(loss_tokens, 1.0))
+        with self.recorder.phase("forward"), self.clock.measure("communication"):
+            self.model.data.begin_step()
+        loss_sum = self._forward_backward(micro_batches, max(loss_tokens, 1.0))
         with self.recorder.phase("gradient"), self.clock.measure("communication"):
             self.model.reduce_gradients()
         with self.recorder.phase("step"), self.clock.measure("communication"):
@@ -106,21 +104,31 @@ class Stepper:
         self.loss_scale.update(skipped is not None)
         return result
 
-    def _forward_backward(self, batch: MicroBatch, loss_tokens: float) -> float:
-        """Adds one micro-batch's gradient; returns its summed loss."""
-        waited = self.recorder.waited_seconds
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss_tokens: float) -> float:
+        """Adds the micro-batches' gradients; returns their summed loss, as far as this rank has it."""
+        model, waited = self.model, self.recorder.waited_seconds
+        per_sequence, factor = loss_tokens / model.sequences, self.loss_scale.value / loss_tokens
         with self.clock.measure("compute"):
-            with self.recorder.phase("forward"):
-                per_sequence = loss_tokens / self.model.sequences
-                loss: Tensor = self.model.module(
-                    batch.tokens, batch.segments, batch.labels, per_sequence, batch.positions
-                )
-            with self.recorder.phase("backward"):
-                (loss * self.loss_scale.value / loss_tokens).backward()  # type: ignore[no-untyped-call]
-                self.model.data.end_micro_step()
-            loss_sum = loss.item()
+            if model.pipeline is not None:
+                loss_sum = model.pipeline.step(micro_batches, per_sequence, factor, self.recorder)
+            else:
+                loss_sum = 0.0
+                for index, batch in enumerate(micro_batches):
+                    model.data.begin_micro_step(last=index == len(micro_batches) - 1)
+                    loss_sum += self._one(batch, per_sequence, factor)
         self.clock.move(self.recorder.waited_seconds - waited, "compute", "communication")
         return loss_sum
+
+    def _one(self, batch: MicroBatch, per_sequence: float, factor: float) -> float:
+        """Adds one micro-batch's gradient; returns its summed loss."""
+        with self.recorder.phase("forward"):
+            loss: Tensor = self.model.module(
+                batch.tokens, batch.segments, batch.labels, per_sequence, batch.positions
+            )
+        with self.recorder.phase("backward"):
+            (loss * factor).backward()  # type: ignore[no-untyped-call]
+            self.model.data.end_micro_step()
+        return loss.item()
 
 
 def local_square_norm(parameters: Sequence[LocalParameter]) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 from fivefold.config.load import load
 from fivefold.data.tokenizer import load_tokenizer
 from fivefold.nn.decoder import Decoder
-from fivefold.nn.generate import generate
+from fivefold.nn.generate import generate, next_logits
 from fivefold.trainer.checkpoint import load_tensors
 from fivefold.trainer.directory import TOKENIZER, find_checkpoint
 from fivefold.trainer.machine import device
@@ -27,7 +27,7 @@ def write_text(run: Path, prompt: str, count: int, *, temperature: float, top_k:
         names["head.weight"] = names["embedding.weight"]
     decoder.load_state_dict(names)
     tokens = generate(
-        decoder.to(device()),
+        next_logits(decoder.to(device())),
         tokenizer.encode([prompt])[0] or [tokenizer.end_of_text],
         count,
         context=config.batch.sequence_length,

@@ -29,7 +29,7 @@ def emit(job: Job) -> tuple[str, list[str]]:
     if model.experts.count:
         words.append(
             f"--num-experts {model.experts.count} --moe-router-topk {model.experts.top_k} "
-            f"--moe-ffn-hidden-size {model.experts.ffn} --expert-model-parallel-size {job.ep}"
+            f"--moe-ffn-hidden-size {model.experts.ffn} --expert-model-parallel-size {job.ep} --moe-grouped-gemm"
         )
     if job.precision in ("bf16", "fp16"):
         words.append(f"--{job.precision}")
@@ -48,10 +48,11 @@ def _pipeline(job: Job) -> list[str]:
 
 
 def _recompute(job: Job) -> list[str]:
+    activation = " moe_act" if job.model.experts.count else ""  # refused in dense models
     return {
         "none": [],
         "attention": ["--recompute-granularity selective --recompute-modules core_attn"],
-        "elementwise": ["--recompute-granularity selective --recompute-modules layernorm moe_act"],
+        "elementwise": ["--recompute-granularity selective --recompute-modules layernorm" + activation],
         "full": ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
     }[job.recompute]
 
@@ -67,7 +68,7 @@ def _missing(job: Job) -> list[str]:
             f"dp_replicate = {job.dp_replicate}: --num-distributed-optimizer-instances {job.dp_replicate}"
         )
     if job.recompute == "elementwise":
-        found.append("recompute = elementwise: the nearest modules are layernorm and moe_act")
+        found.append("recompute = elementwise: the nearest modules are layernorm and, with experts, moe_act")
     if job.pp > 1 and job.model.layers % job.stages:
         found.append(
             f"{job.model.layers} layers on {job.stages} stages: an uneven split needs --pipeline-model-parallel-layout"

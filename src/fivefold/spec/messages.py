@@ -1,0 +1,102 @@
+"""Where a pipeline's messages stand between the actions of its ranks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fivefold.spec.schedules import Action, Kind
+
+
+class Need(NamedTuple):
+    """What a stage waits for: in forward its input, else the gradient of its output."""
+
+    forward: bool
+    stage: int
+    microbatch: int
+
+
+class Message(NamedTuple):
+    """A tensor that one rank sends to another, in both ranks' plans.
+
+    Attributes:
+        need: what it is.
+        made: the number of the sender's action that makes it.
+        used: the number of the receiver's action that needs it. Numbers are places in `work`.
+    """
+
+    need: Need
+    sender: int
+    receiver: int
+    made: int
+    used: int
+
+
+Plan = list[Action | Message]
+
+
+def plans(work: Sequence[Sequence[Action]], place: Sequence[int]) -> list[Plan]:
+    """Every rank's actions with the messages it sends and receives.
+
+    All of it is one order, of which each rank's plan is a part: a rank that does its plan one by one, and even
+    waits for each message to arrive, waits for nothing that waits for it. A message is sent when it is made, and
+    its receiver may begin to receive it at the same time.
+
+    Args:
+        work: the actions of each rank, in order.
+        place: the rank of each stage.
+
+    Raises:
+        RuntimeError: the actions wait for one another.
+    """
+    last = len(place) - 1
+    used = {need: (rank, number) for rank, own in enumerate(work) for need, number in _needs(own, last)}
+    found: list[Plan] = [[] for _ in work]
+    there: set[Need] = set()
+    done = [0] * len(work)
+    while any(number < len(own) for number, own in zip(done, work, strict=True)):
+        before = sum(done)
+        for rank, own in enumerate(work):
+            together = _together(own, done[rank])
+            if any(need not in there for need, _ in _needs(together, last)):
+                continue
+            found[rank] += together
+            for number, action in enumerate(together, start=done[rank]):
+                need = _makes(action, last)
+                if need is None or need not in used:
+                    continue
+                there.add(need)
+                receiver, use = used[need]
+                if receiver != rank:
+                    message = Message(need, rank, receiver, number, use)
+                    found[rank].append(message)
+                    found[receiver].append(message)
+            done[rank] += len(together)
+        if sum(done) == before:
+            raise RuntimeError("the schedule's lists wait for one another")
+    return found
+
+
+def _together(own: Sequence[Action], start: int) -> Sequence[Action]:
+    """The next action, and those joined to it: their results leave when all are done."""
+    end = start
+    while end < len(own) and own[end].joined:
+        end += 1
+    return own[start : end + 1]
+
+
+def _needs(actions: Sequence[Action], last: int) -> list[tuple[Need, int]]:
+    """What some actions wait for, with their numbers."""
+    found = []
+    for number, (kind, stage, microbatch, _) in enumerate(actions):
+        if (kind is Kind.FORWARD and stage > 0) or (
+            kind in (Kind.INPUT_GRAD, Kind.BACKWARD) and stage < last
+        ):
+            found.append((Need(kind is Kind.FORWARD, stage, microbatch), number))
+    return found
+
+
+def _makes(action: Action, last: int) -> Need | None:
+    if action.kind is Kind.FORWARD and action.stage < last:
+        return Need(True, action.stage + 1, action.microbatch)
+    if action.kind in (Kind.INPUT_GRAD, Kind.BACKWARD) and action.stage > 0:
+        return Need(False, action.stage - 1, action.microbatch)
+    return None
