@@ -274,7 +274,7 @@ def test_state_loss_and_text_are_the_same_in_every_layout(ranks: Ranks, tmp_path
 def test_one_ranks_bad_number_is_skipped_by_all_and_named(
     ranks: Ranks, where: str, options: dict[str, Any]
 ) -> None:
-    """The step is one for all; an output is told of the rank that made it, a gradient after the data ranks shared it."""
+    """An output is told of the rank that made it, a gradient after the data ranks have shared it."""
     config = toy_config(tp=2, global_batch=4, **options)
     for sick in (1, 2):
         results = ranks.run(step_with_poison, config, sick, float("nan"), where)
