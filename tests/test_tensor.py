@@ -202,8 +202,8 @@ def test_half_precision_is_as_far_from_the_truth_as_one_process(ranks: Ranks, dt
 def life(
     rank: int, world_size: int, config: Config, run: Path, weights: Path, load_from: str
 ) -> dict[str, Any]:
-    """Everything around training in one layout: state taken from `load_from` ("" = initial values, "weights", or a
-    checkpoint's directory) or trained by a step and saved, its loss on a batch, and text."""
+    """State in one layout, its loss on a batch, and text: of published `weights`, of the checkpoint of `run`, or
+    (`load_from` is "") after a step, which is then saved there."""
     recorder = start_group()
     resolved = resolve_config(config, world_size)
     stepper = stepper_on(resolved, recorder)
@@ -224,9 +224,9 @@ def life(
         keeper.save(1, state, {}, "", asynchronous=False)
     keeper.close()
     stepper.model.data.updated()
-    decoder = stepper.model.module
     texts = [
-        generate(decoder, [3, 1, 4], 6, context=5, temperature=heat, top_k=7, seed=2) for heat in (0.0, 0.8)
+        generate(stepper.model.next_logits, [3, 1, 4], 6, context=5, temperature=heat, top_k=7, seed=2)
+        for heat in (0.0, 0.8)
     ]
     held = wholes(state)
     assert not held.disagreeing
