@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.config.tree import Model, RopeScaling
 from fivefold.nn.attention import Segments, causal_attention
-from fivefold.nn.blocked_attention import blocked_causal_attention
+from fivefold.nn.causal_attention import blocked_causal_attention
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.initialize import BLOCK, initial_values
 from fivefold.nn.loss import IGNORED, cross_entropy_sum

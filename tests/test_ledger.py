@@ -58,8 +58,13 @@ DTYPES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 2}
 
 
 def job(model: Model, itemsize: int, batch: int, length: int, recompute: str = "none") -> Job:
+    by_hand = itemsize > 2
     stack = Stack(
-        attention="flash" if itemsize == 2 else "blocked", compute_copy=0, chunked_loss=True, early_stop=True
+        attention="blocked" if by_hand else "flash",
+        by_hand=by_hand,
+        compute_copy=0,
+        chunked_loss=True,
+        early_stop=True,
     )
     on = hardware.preset("1x1 cpu")
     return Job(model, on, batch, 1, length, recompute=recompute, itemsize=itemsize, stack=stack)  # type: ignore[arg-type]

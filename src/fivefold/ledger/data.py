@@ -130,11 +130,11 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
 
 def agreements(job: Job) -> list[Row]:
     """What every rank must know before it acts, in float64: the token count with two flags (stop, save ended);
-    the loss and the squared norm, with the choices of every expert where a selection bias follows them."""
+    the loss and the squared norm, with the choices of every expert."""
     if job.world_size == 1:
         return []
     group = job.spread(job.world_size, 1)
-    choices = job.model.layers * job.model.experts.count if job.model.experts.router_bias else 0
+    choices = job.model.layers * job.model.experts.count
     text = "8 B a number: token count, stop, save ended; loss, squared norm"
     text += f", {choices} expert counts" if choices else ""
     size = (24.0 + 16.0 + 8.0 * choices) / 2

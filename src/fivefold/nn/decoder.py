@@ -163,7 +163,7 @@ class Decoder(nn.Module):
             x, routing = self.layers[index](x, rotary, segments, region)
             if routing is not None:
                 routings[index] = routing
-        if labels is not None and torch.is_grad_enabled() and self.model.experts.router_bias:
+        if labels is not None and torch.is_grad_enabled() and self.model.experts.count:
             self._count(routings, tokens.device)
         auxiliary = self._auxiliary(routings, tokens_per_sequence)
         if not stage.last:
@@ -175,13 +175,15 @@ class Decoder(nn.Module):
         return loss if auxiliary is None else with_gradient_of(loss, auxiliary)
 
     def take_counts(self) -> list[float]:
-        """How often each expert of each layer was chosen since this was last asked, for `balance`.
+        """How often each expert of each layer was chosen since this was last asked, layer by layer.
 
-        Empty where no selection bias needs it. Forwards without a gradient, and what backward recomputes, are
-        not counted.
+        0 for layers without experts, or of other stages; empty for a model without any. Forwards without a gradient,
+        and what backward recomputes, are not counted.
         """
         counts, self._counts = self._counts, None
-        return [] if counts is None else counts.flatten().double().tolist()
+        if counts is None:
+            return [0.0] * (self.model.layers * self.model.experts.count)
+        return counts.flatten().double().tolist()
 
     @torch.no_grad()
     def balance(self, counts: list[float]) -> None:

@@ -125,6 +125,7 @@ class Pipeline:
         # checkpoint refuses): a stage's whole backward is then done when its input gradient is due.
         self.splits = name in schedules.SPLITS_BACKWARD and decoder.recompute in ("none", "attention")
         self.rank, ranks, chunks = group.rank(), group.size(), len(stages)
+        self.weights = {number: decoder.stage_parameters(stage) for number, stage in self.stages.items()}
         self._micro_batches = micro_batches
         self._place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
         work = schedules.actions(name, ranks, micro_batches, chunks)
@@ -236,13 +237,13 @@ class _Run:
         splits, stage = self._pipeline.splits, self._pipeline.stages[number]
         if kind is Kind.WEIGHT_GRAD:
             if splits:
-                _weight_gradients(self._weights(stage), self._flights.pop((number, index)))
+                _weight_gradients(self._pipeline.weights[number], self._flights.pop((number, index)))
             return
         flight = self._flights[number, index]
         if not stage.last:
             flight.gradient = self.mail.take(Need(False, number, index))
         if kind is Kind.INPUT_GRAD and splits:
-            _input_gradient(self._weights(stage), flight)
+            _input_gradient(self._pipeline.weights[number], flight)
         else:
             del self._flights[number, index]
             _whole_backward(flight)
@@ -250,9 +251,6 @@ class _Run:
             assert flight.input.grad is not None
             self.mail.give(Need(False, number - 1, index), flight.input.grad)
             flight.input.grad = None
-
-    def _weights(self, stage: Stage) -> list[nn.Parameter]:
-        return self._pipeline.decoder.stage_parameters(stage)
 
 
 def _whole_backward(flight: _Flight) -> None:

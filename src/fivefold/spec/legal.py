@@ -147,7 +147,10 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
     if parallel.ep > 1 and not model.experts.count:
         raise ConfigError(f"parallel.ep = {parallel.ep}: the model has no experts; set ep = 1")
     _check_degree("tp", mesh.tp, _demands(model, "tp"))
-    _check_degree("ep", parallel.ep, [*_demands(model, "ep"), _Demand(shards, f"dp_shard × cp = {shards}")])
+    dealt = f"dp_shard × cp = {shards}"
+    if not parallel.zero and mesh.data_parallel > 1:
+        dealt += " (with zero = 0, dp_shard is 1: set zero = 1)"
+    _check_degree("ep", parallel.ep, [*_demands(model, "ep"), _Demand(shards, dealt)])
     if parallel.context == "ulysses":
         _check_degree("cp", mesh.cp, _head_demands(model, mesh.tp))
     _check_stages(model, parallel, mesh)

@@ -213,6 +213,7 @@ class Loop:
             mfu=flops_per_second / peak if peak else None,
             loss_scale=result.loss_scale if self._has_loss_scale else None,
             skipped=result.skipped is not None,
+            expert_load=result.expert_load,
             traffic=traffic,
         )
 

@@ -1,6 +1,7 @@
 """The one place for device-specific code and for the choices made by measurement at start-up."""
 
 import ctypes
+import mmap
 import platform
 import resource
 import sys
@@ -222,4 +223,23 @@ def _keep_freed_memory() -> str:
     settings = {-3: 1 << 30, -1: 2**31 - 1, -2: 1 << 26}
     libc = ctypes.CDLL("libc.so.6")
     refused = [str(name) for name, value in settings.items() if libc.mallopt(name, value) != 1]
+    if not refused:
+        _ask_for_huge_pages(libc)
     return f"malloc = keep: glibc refused mallopt {', '.join(refused)}" if refused else ""
+
+
+def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
+    """Lets the kernel back the heap with pages of 2 MiB where it gives them to those who ask: fewer misses of the
+    translation cache in matmuls. Only address space is taken here; a kernel that refuses changes nothing.
+    """
+    huge_page_advice = 14  # MADV_HUGEPAGE
+    size = (1 << 30) - (
+        1 << 20
+    )  # below the threshold set above, so it comes from the heap and goes back to it
+    libc.malloc.restype = ctypes.c_void_p
+    block = libc.malloc(ctypes.c_size_t(size))
+    if block:
+        start = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (block + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), huge_page_advice)
+        libc.free(ctypes.c_void_p(block))

@@ -29,6 +29,7 @@ class StepResult:
         skipped: why nothing was updated (the gradient was not finite), or None.
         loss_scale: the factor on the loss in this step.
         flags: sums over the ranks of the flags handed in.
+        expert_load: choices of the busiest expert over the mean of its layer; None without experts.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class StepResult:
     skipped: str | None
     loss_scale: float
     flags: list[float]
+    expert_load: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,10 @@ class Stepper:
                 skipped = first_non_finite(self.model, micro_batches)
         self.model.data.clear_gradients()
         loss = loss_sum / max(loss_tokens, 1.0)
-        result = StepResult(loss, int(loss_tokens), grad_norm, skipped, self.loss_scale.value, agreed)
+        expert_load = busiest_over_mean(counts, self.model.module.model.experts.count)
+        result = StepResult(
+            loss, int(loss_tokens), grad_norm, skipped, self.loss_scale.value, agreed, expert_load
+        )
         self.loss_scale.update(skipped is not None)
         return result
 
@@ -140,6 +145,16 @@ def local_square_norm(parameters: Sequence[LocalParameter]) -> float:
     norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in held])).double()
     copies = torch.tensor([copies for _, copies in held], dtype=torch.float64, device=norms.device)
     return (norms.square() / copies).sum().item()
+
+
+def busiest_over_mean(counts: Sequence[float], experts: int) -> float | None:
+    """The greatest, over the layers, of max / mean of the choices of its experts; None if nothing was chosen.
+
+    Args:
+        counts: of the experts of every layer, layer by layer; zeros of layers without experts.
+    """
+    layers = [counts[start : start + experts] for start in range(0, len(counts), max(experts, 1))]
+    return max((max(layer) * experts / sum(layer) for layer in layers if sum(layer)), default=None)
 
 
 def clip_coefficient(grad_norm: float, limit: float) -> float:
