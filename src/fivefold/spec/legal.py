@@ -224,12 +224,12 @@ class _Demand:
 
 
 def _demands(model: Model, axis: Axis) -> Iterator[_Demand]:
-    """Of the layout table. What is padded demands nothing."""
+    """Of the layout table. What may be uneven demands nothing."""
     for placement in {axes[axis].unit: axes[axis] for _, axes in table(model) if axis in axes}.values():
         count = units(model, placement.unit)
         if isinstance(placement, Owned):
             yield _Demand(count, f"{count} {placement.unit}")
-        elif not placement.padded:
+        elif not placement.uneven:
             yield _Demand(count, f"{count} {placement.unit}", placement.replicable)
 
 
