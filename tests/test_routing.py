@@ -50,7 +50,8 @@ def train(
         found.setdefault("gradients", gradients(model))
 
     for step in range(config.run.steps):
-        routings.step = step
+        if step:
+            routings.next_step()
         batch = permuted(global_batch(config, step), permutation)
         data_rank, key = resolved.mesh.data_rank(rank), step_key(config.run.seed, step)
         share = held_out_share(batch, resolved.batch, data_rank, CPU, resolved.spans(rank), key)

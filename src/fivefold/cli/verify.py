@@ -104,7 +104,9 @@ def _on_ranks(config: Config, ranks: int) -> Config:
     check_trainable(resolved)
     world_size = resolved.mesh.world_size
     if world_size > MOST_RANKS:
-        raise BadInput(f"the layout takes {world_size} ranks; verify starts at most {MOST_RANKS} on this host")
+        raise BadInput(
+            f"the layout takes {world_size} ranks; verify starts at most {MOST_RANKS} on this host"
+        )
     return replace(config, run=replace(config.run, ranks=world_size))
 
 

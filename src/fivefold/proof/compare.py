@@ -38,12 +38,14 @@ class Comparison:
         wrong: names of what is beyond the bound, or differs between replicas, in one line each.
         first: the first module, in forward or backward order, whose output or gradient is beyond the bound.
         kind: what kind of wrong it is, where that can be told.
+        is_inexact: nothing is wrong but errors beyond the bound: ranks agree, and began alike.
     """
 
     errors: Errors
     wrong: tuple[str, ...]
     first: str | None = None
     kind: str | None = None
+    is_inexact: bool = False
 
     @property
     def passed(self) -> bool:
@@ -64,6 +66,7 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
         for name in whole.disagreeing
     ]
     wrong += _decisions(found)
+    is_inexact = not wrong
     of_gradients = _errors(gradients.tensors, expected.gradients)
     of_parameters = _parameter_errors(_family(state, "model."), expected)
     of_moments = {
@@ -87,7 +90,7 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
     after = of_parameters | of_moments
     if first is None and (late := [name for name, error in after.items() if not error <= bound]):
         first, kind = f"{late[0]} (update)", kind_of(state.tensors[late[0]], expected.state[late[0]])
-    return Comparison(measured, tuple(wrong), first, kind)
+    return Comparison(measured, tuple(wrong), first, kind, is_inexact)
 
 
 def _named(found: Errors) -> list[tuple[str, float]]:

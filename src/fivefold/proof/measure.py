@@ -18,6 +18,7 @@ from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.mesh import groups
 from fivefold.proof.batch import uneven_batch
 from fivefold.proof.gather import Sent, sent
+from fivefold.proof.routing import Choices, Flips, Routings
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.trainer.batches import MicroBatch, held_out_share
 from fivefold.trainer.loss_scale import LossScale
@@ -53,6 +54,7 @@ class Measured:
         streams: of each layer it has.
         traffic: of the last step.
         memory: of the first step.
+        flips: where another's routing was replayed, what this rank would have chosen.
     """
 
     coordinates: dict[str, int]
@@ -65,6 +67,7 @@ class Measured:
     streams: dict[str, list[Stream]] = field(default_factory=dict)
     traffic: list[Row] = field(default_factory=list)
     memory: MemoryByCategory | None = None
+    flips: Flips | None = None
 
 
 def measure(
@@ -73,24 +76,30 @@ def measure(
     twins: Sequence[Config],
     permutation: int = 0,
     sabotage: Sabotage = nullcontext,
+    replayed: Sequence[Choices | None] = (),
 ) -> list[Measured]:
     """Trains each of `twins`, which share a layout, for its steps on this rank. Every rank calls it alike.
 
     Args:
         permutation: seed of another order of the rows of each global batch; 0 = as they are.
         sabotage: makes a context in which something is broken.
+        replayed: of each twin, the routing to make instead of its own; None = its own.
     """
     place = place_from(os.environ) if world_size > 1 else None
     with sabotage(), open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
-        return [_measure(session, resolve_config(config, world_size), permutation) for config in twins]
+        return [
+            _measure(session, resolve_config(config, world_size), permutation, choices)
+            for config, choices in zip(twins, replayed or [None] * len(twins), strict=True)
+        ]
 
 
-def _measure(session: Session, resolved: Resolved, permutation: int) -> Measured:
+def _measure(session: Session, resolved: Resolved, permutation: int, replayed: Choices | None) -> Measured:
     config, mesh, rank = resolved.config, resolved.mesh, session.rank
     stepper = _stepper(session, resolved)
     model = stepper.model
     found = Measured(mesh.coordinates(rank))
     found.initial = sent({p.spec.name: p.piece(p.value) for p in model.parameters})
+    routings = _replaying(resolved, model, permutation, replayed)
     saved = SavedActivations([*model.module.parameters(), *model.data.master_tensors()])
     for step in range(config.run.steps):
         share = _share(resolved, step, permutation, session)
@@ -107,9 +116,29 @@ def _measure(session: Session, resolved: Resolved, permutation: int) -> Measured
         found.loss.append(result.loss)
         found.grad_norm.append(result.grad_norm)
         found.skipped.append(result.skipped)
+        if routings is not None:
+            routings.next_step()
     found.traffic = session.recorder.rows()
     found.state = sent(tensors(model, stepper.optimizer))
+    if routings is not None and found.coordinates["tp"] == 0:  # the others make the same choices
+        found.flips = routings.flips
     return found
+
+
+def _replaying(
+    resolved: Resolved, model: ParallelModel, permutation: int, replayed: Choices | None
+) -> Routings | None:
+    if replayed is None:
+        return None
+    plan = resolved.batch
+    if permutation:
+        order = _order(plan.global_batch, permutation)
+        replayed = {key: choices[order] for key, choices in replayed.items()}
+    return Routings(model.module, plan.global_batch, plan.sequence_length, replayed)
+
+
+def _order(rows: int, permutation: int) -> Tensor:
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(permutation))
 
 
 def _stepper(session: Session, resolved: Resolved) -> Stepper:
@@ -129,7 +158,7 @@ def _stepper(session: Session, resolved: Resolved) -> Stepper:
 def _share(resolved: Resolved, step: int, permutation: int, session: Session) -> list[MicroBatch]:
     batch = uneven_batch(resolved.config, step)
     if permutation:
-        order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(permutation))
+        order = _order(len(batch.tokens), permutation)
         batch = type(batch)(batch.tokens[order], batch.labels[order], batch.documents[order])
     data_rank, key = resolved.mesh.data_rank(session.rank), step_key(resolved.config.run.seed, step)
     spans = resolved.spans(session.rank)

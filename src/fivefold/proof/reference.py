@@ -13,11 +13,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from fivefold.config.tree import Config, Parallel
+from fivefold.config.tree import Config, Parallel, Precision
 from fivefold.nn.dropout import step_key
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.mesh import Groups
 from fivefold.proof.batch import uneven_batch
+from fivefold.proof.routing import Choices, Routings
 from fivefold.spec.legal import resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import MicroBatch
@@ -33,6 +34,7 @@ class Reference:
         learning_rate, eps: the largest rate of the steps, and AdamW's eps (of SGD infinite: it divides by nothing).
         gradients: of the first step.
         streams: every layer's output in the first step, `[tokens of the batch, hidden]`.
+        routing: the routers' choices in every step.
     """
 
     learning_rate: float
@@ -43,11 +45,18 @@ class Reference:
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float] = field(default_factory=list)
     streams: dict[str, Tensor] = field(default_factory=dict)
+    routing: Choices = field(default_factory=dict)
 
 
 def reference(config: Config) -> Reference:
-    """Trains the twin `config` in this process, whatever its layout."""
-    alone = replace(config, parallel=Parallel(), machine=replace(config.machine, compile=False))
+    """Trains the twin `config` in this process, whatever its layout; below float32, in float32."""
+    dtype = "float64" if config.precision.dtype == "float64" else "float32"
+    alone = replace(
+        config,
+        parallel=Parallel(),
+        precision=Precision(dtype=dtype),
+        machine=replace(config.machine, compile=False),
+    )
     micro = replace(alone.batch, micro_batch=alone.batch.global_batch)
     resolved = resolve_config(replace(alone, batch=micro))
     module = parallelize(resolved, Groups(), 0, CPU).module
@@ -62,6 +71,7 @@ def reference(config: Config) -> Reference:
         layer.register_forward_hook(_keeping(found.streams, f"layers.{index}"))
         for index, layer in module.layers.items()
     ]
+    routings = Routings(module, config.batch.global_batch, config.batch.sequence_length)
     for step in range(config.run.steps):
         key, rows = step_key(config.run.seed, step), config.batch.global_batch
         batch = MicroBatch.of(uneven_batch(config, step), CPU, sequences=rows, dropout_key=key)
@@ -79,8 +89,10 @@ def reference(config: Config) -> Reference:
         optimizer.zero_grad()
         found.loss.append(loss.item())
         found.grad_norm.append(norm.item())
+        routings.next_step()
     for hook in hooks:
         hook.remove()
+    found.routing = routings.kept
     found.state = {f"model.{name}": value.detach() for name, value in named.items()}
     found.state |= {f"model.{name}": value for name, value in module.named_buffers()}
     for name, value in named.items():

@@ -2,6 +2,7 @@
 it with it. So a layout is compared with the reference's choices, and what it would have chosen is told.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from fivefold.nn.router import Router, highest
 
 Choices = dict[tuple[int, str], Tensor]
 """By step and layer, `[rows of the global batch, sequence, top_k]`; -1 where no rank has been asked yet."""
+_Place = tuple[Tensor, Tensor]
+"""The rows `[batch, 1]` and positions `[sequence]` of a micro-batch."""
 
 
 @dataclass(slots=True)
@@ -29,6 +32,11 @@ class Flips:
 
     choices: int = 0
     margins: list[float] = field(default_factory=list)
+
+    def add(self, other: "Flips") -> None:
+        """Those of another rank."""
+        self.choices += other.choices
+        self.margins += other.margins
 
     def __str__(self) -> str:
         if not self.margins:
@@ -59,30 +67,47 @@ class Routings:
         self.flips = Flips()
         self._shape = rows, sequence
         self._replayed = replayed
-        self._place: tuple[Tensor, Tensor] | None = None
-        decoder.register_forward_pre_hook(self._note_place)
+        self._place: _Place | None = None
+        self._ahead: dict[str, deque[_Place]] = {}
+        decoder.register_forward_pre_hook(self._begin)
+        decoder.register_forward_hook(self._end)
         for index, layer in decoder.layers.items():
             for module in layer.modules():
                 if isinstance(module, Router):
                     module.pick = self._pick(index)
 
-    def _note_place(self, _module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+    def next_step(self) -> None:
+        """Between two steps."""
+        self.step += 1
+        self._ahead.clear()
+
+    def _begin(self, _module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
         inputs = arguments[0]
         assert isinstance(inputs, Inputs)
         self._place = inputs.row_numbers().unsqueeze(1), inputs.row_positions()
 
+    def _end(self, _module: torch.nn.Module, _arguments: tuple[Any, ...], _output: Tensor) -> None:
+        self._place = None
+
     def _pick(self, layer: str) -> Callable[[Tensor, int], Tensor]:
+        """Backward may compute a layer again while other micro-batches are on their way; it takes them in the order
+        in which they came forward."""
+
         def pick(wanted: Tensor, count: int) -> Tensor:
             own = highest(wanted, count)
-            assert self._place is not None
-            key = self.step, layer
+            is_forward, key = self._place is not None, (self.step, layer)
+            places = self._ahead.setdefault(layer, deque())
+            place = self._place or places.popleft()
+            if is_forward:
+                places.append(place)
             if self._replayed is not None:
-                used = self._replayed[key][self._place]
-                self._compare(wanted.detach(), own, used)
+                used = self._replayed[key][place].to(own.device)
+                if is_forward:
+                    self._compare(wanted.detach(), own, used)
                 return used
             if key not in self.kept:
                 self.kept[key] = torch.full((*self._shape, count), -1)
-            self.kept[key][self._place] = own
+            self.kept[key][place] = own
             return own
 
         return pick

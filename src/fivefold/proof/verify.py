@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
+from math import inf
 from typing import Any, Self
 
 import msgspec
@@ -18,6 +20,7 @@ from fivefold.proof.compare import BOUNDS, Comparison, compare
 from fivefold.proof.measure import Measured, Sabotage, measure
 from fivefold.proof.ranks import RankError, Ranks
 from fivefold.proof.reference import Reference, reference
+from fivefold.proof.routing import Choices, Flips
 from fivefold.proof.twin import twin
 from fivefold.spec.mesh import AXES, resolve
 
@@ -38,6 +41,7 @@ class Case:
         memory: (measured, predicted) bytes by category on the fullest rank.
         axis: the axis that owns what is wrong.
         problem: why nothing could be compared.
+        flips: where the reference's routing was replayed, what would have been chosen.
     """
 
     parallel: Parallel
@@ -48,6 +52,7 @@ class Case:
     memory: dict[str, tuple[int, int]] = field(default_factory=dict)
     axis: str | None = None
     problem: str | None = None
+    flips: Flips | None = None
 
     @property
     def passed(self) -> bool:
@@ -57,6 +62,16 @@ class Case:
     def failed(self) -> Comparison | None:
         """The comparison that failed, float64's first."""
         return next((c for c in self.comparisons.values() if not c.passed), None)
+
+    @property
+    def kind(self) -> str | None:
+        """What kind of wrong it is: rounding, where float64 makes it go away."""
+        failed, exact = self.failed, self.comparisons.get("float64")
+        if failed is None or failed is exact:
+            return failed.kind if failed else None
+        if exact is None or not failed.is_inexact or not failed.errors.worst < inf:
+            return failed.kind
+        return f"rounding: float64 shrinks it from {failed.errors.worst:.1e} to {exact.errors.worst:.1e}"
 
     def document(self) -> dict[str, Any]:
         """As `fivefold verify --json` prints it."""
@@ -72,12 +87,13 @@ class Case:
             "parameter_error": shown.errors.parameter if shown else None,
             "first_divergence": failed.first if failed else None,
             "axis": self.axis,
-            "kind": failed.kind if failed else None,
+            "kind": self.kind,
             "wrong": list(failed.wrong) if failed else [],
             "traffic_matches": not self.traffic,
             "traffic": {name: list(pair) for name, pair in self.traffic.items()},
             "memory": {name: list(pair) for name, pair in self.memory.items()},
             "problem": self.problem,
+            "routing": str(self.flips) if self.flips else None,
         }
 
 
@@ -115,11 +131,13 @@ class Verifier:
         for of_twin, measured in zip(twins, found, strict=True):
             expected, bound = self._reference(of_twin), self._bound(of_twin)
             case.comparisons[of_twin.precision.dtype] = compare(measured, expected, bound)
+        case.flips = _flips(found[-1])
         last = twins[-1]
         case.traffic.update(_traffic(last, ranks, found[-1]))
         case.memory.update(_memory(last, ranks, found[-1]))
         if case.failed is not None:
-            case.axis = self._owner(config, dtypes[0])
+            failing = next(dtype for dtype, c in case.comparisons.items() if not c.passed)
+            case.axis = self._owner(config, failing)
         return case
 
     def _measure(self, twins: Sequence[Config], ranks: int) -> list[list[Measured]]:
@@ -128,7 +146,13 @@ class Verifier:
             self._ranks = Ranks(self._count, backend=None)
         try:
             of_ranks = self._ranks.run(
-                measure, list(twins), 0, self.sabotage, world_size=ranks, timeout=CASE_SECONDS
+                measure,
+                list(twins),
+                0,
+                self.sabotage,
+                [self._routing(of_twin) for of_twin in twins],
+                world_size=ranks,
+                timeout=CASE_SECONDS,
             )
         except RankError:
             self._ranks = None  # an error ends them
@@ -144,12 +168,19 @@ class Verifier:
             self._references[key] = reference(config)
         return self._references[key]
 
+    def _routing(self, config: Config) -> Choices | None:
+        """To be replayed: below float64 a rounding may turn a choice over, and everything after it."""
+        if config.precision.dtype == "float64" or not config.model.experts.count:
+            return None
+        return self._reference(config).routing
+
     def _bound(self, config: Config) -> float:
         dtype = config.precision.dtype
         if dtype in BOUNDS:
             return BOUNDS[dtype]
         alone = replace(config, parallel=Parallel())
-        shuffled = [measure(0, 1, [alone], seed) for seed in PERMUTATIONS]
+        routing = [self._routing(config)]
+        shuffled = [measure(0, 1, [alone], seed, replayed=routing) for seed in PERMUTATIONS]
         expected = self._reference(config)
         return HALF_FACTOR * max(compare(found, expected, 0.0).errors.worst for found in shuffled)
 
@@ -244,7 +275,17 @@ def _memory(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str, 
     return found_bytes | {"activations": saved}
 
 
+def _flips(found: Sequence[Measured]) -> Flips | None:
+    """Of all ranks together; None where nothing was replayed."""
+    total = Flips()
+    for of_rank in found:
+        if of_rank.flips is not None:
+            total.add(of_rank.flips)
+    return total if total.choices else None
+
+
 def _line(error: RankError) -> str:
-    """The last line of what the first rank said."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else "a rank failed"
+    """What the first rank that failed said last."""
+    first, *more = [line for line in str(error).splitlines() if line.strip()] or ["a rank failed"]
+    said = takewhile(lambda line: not line.startswith(("rank ", "ranks ")), more)
+    return " ".join([first, *list(said)[-1:]])

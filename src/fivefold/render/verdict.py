@@ -35,6 +35,8 @@ def case_lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"  first wrong: {found['first_divergence']}{kind}")
     if found["axis"]:
         lines.append(f"  axis: {found['axis']}")
+    if found["routing"]:
+        lines.append(f"  routing as in one process: {found['routing']}")
     wrong = found["wrong"]
     lines += [f"  {line}" for line in wrong[:MOST_WRONG]]
     if len(wrong) > MOST_WRONG:
