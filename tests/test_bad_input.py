@@ -296,7 +296,7 @@ CONTRADICTIONS = [
     ),
     keys("ep without experts", "parallel.ep=2", "parallel.ep = 2", "no experts", "ep = 1"),
     keys("sequence parallel without tp", "parallel.sequence_parallel=true", "but tp = 1", "false"),
-    keys("more stages than layers", "parallel.pp=5", "parallel.pp × chunks = 5 × 1", "at most 4"),
+    keys("more stages than layers", "parallel.pp=7", "parallel.pp × chunks = 7 × 1", "at most 6"),
     keys("chunks without pp", "parallel.chunks=2", "parallel.chunks = 2", "pp = 1", "chunks = 1"),
     keys(
         "chunks that the schedule has not",
@@ -354,7 +354,7 @@ COMMANDS = [
     words(
         "no command at all like it",
         "--frobnicate",
-        says=("unknown command", "collectives, config, convert, doctor"),
+        says=("unknown command", "comm, config, convert, doctor"),
     ),
     words("empty command", "", says=('"": unknown command',)),
     words("no config", "train", says=("train: ", "required: CONFIG", "fivefold train --help")),

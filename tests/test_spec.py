@@ -280,7 +280,7 @@ def rate(
     """The learning rate of a run with sequences of 10 tokens."""
     batch = Batch(global_batch=global_batch, micro_batch=micro_batch, sequence_length=10)
     plan = plan_batch(batch, Mesh(dp_shard=data_parallel))
-    return learning_rate(optimizer, schedule, plan, steps), plan
+    return learning_rate(optimizer, schedule, plan, steps * plan.global_batch_tokens), plan
 
 
 KINDS = ("constant", "cosine", "linear", "wsd")

@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-accelerate", metavar="FILE", help="the layout of an accelerate config")
     parser.add_argument("--from-deepspeed", metavar="FILE", help="the layout of a DeepSpeed config")
     parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
-    parser.add_argument("--tokens", type=number, default=0.0, help="also say days and cost for so many tokens")
+    parser.add_argument(
+        "--tokens", type=number, default=0.0, help="also say days and cost for so many tokens"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

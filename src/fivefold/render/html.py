@@ -221,6 +221,8 @@ def _ranking(ranking: Sequence[dict[str, Any]]) -> str:
         mark = " class='best'" if place == 1 else ""
         rows.append(f"<tr{mark}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
         for note in same_text(item):
-            text = f"<td colspan='{len(cells) - 1}' style='text-align: left; color: #6c757d'>{escape(note)}</td>"
+            text = (
+                f"<td colspan='{len(cells) - 1}' style='text-align: left; color: #6c757d'>{escape(note)}</td>"
+            )
             rows.append(f"<tr><td></td>{text}</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"

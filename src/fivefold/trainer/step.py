@@ -91,7 +91,7 @@ class Stepper:
             inspect(self.model)
         skipped = None
         if isfinite(loss_sum) and isfinite(grad_norm):
-            with self.clock.measure("compute"):
+            with self.recorder.phase("optimizer"), self.clock.measure("compute"):
                 scale = clip_coefficient(grad_norm, self.clip) / self.loss_scale.value
                 self.optimizer.step(learning_rate, scale)
                 self.model.module.balance(counts)
@@ -112,7 +112,7 @@ class Stepper:
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss_tokens: float) -> float:
         """Adds the micro-batches' gradients; returns their summed loss, as far as this rank has it."""
         model, waited = self.model, self.recorder.waited_seconds
-        per_sequence, factor = loss_tokens / model.sequences, self.loss_scale.value / loss_tokens
+        per_sequence, factor = loss_tokens / micro_batches[0].sequences, self.loss_scale.value / loss_tokens
         with self.clock.measure("compute"):
             if model.pipeline is not None:
                 loss_sum = model.pipeline.step(micro_batches, per_sequence, factor, self.recorder)
@@ -127,9 +127,7 @@ class Stepper:
     def _one(self, batch: MicroBatch, per_sequence: float, factor: float) -> float:
         """Adds one micro-batch's gradient; returns its summed loss."""
         with self.recorder.phase("forward"):
-            loss: Tensor = self.model.module(
-                batch.tokens, batch.segments, batch.labels, per_sequence, batch.positions
-            )
+            loss: Tensor = self.model.module(batch.inputs, per_sequence)
         with self.recorder.phase("backward"):
             (loss * factor).backward()  # type: ignore[no-untyped-call]
             self.model.data.end_micro_step()
