@@ -1,4 +1,4 @@
-"""`fivefold verify` on healthy code: layouts of 4 ranks in which every pair of choices meets, and what the command says."""
+"""`fivefold verify` on healthy code, in layouts where every pair of choices meets, and what the command says."""
 
 from __future__ import annotations
 

@@ -50,11 +50,11 @@ class Reference:
 
 def reference(config: Config) -> Reference:
     """Trains the twin `config` in this process, whatever its layout; below float32, in float32."""
-    dtype = "float64" if config.precision.dtype == "float64" else "float32"
+    is_double = config.precision.dtype == "float64"
     alone = replace(
         config,
         parallel=Parallel(),
-        precision=Precision(dtype=dtype),
+        precision=Precision(dtype="float64" if is_double else "float32"),
         machine=replace(config.machine, compile=False),
     )
     micro = replace(alone.batch, micro_batch=alone.batch.global_batch)

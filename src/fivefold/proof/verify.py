@@ -85,6 +85,10 @@ class Case:
             "loss_error": shown.errors.loss if shown else None,
             "gradient_error": shown.errors.gradient if shown else None,
             "parameter_error": shown.errors.parameter if shown else None,
+            "errors": {
+                dtype: {"loss": c.errors.loss, "gradient": c.errors.gradient, "parameter": c.errors.parameter}
+                for dtype, c in self.comparisons.items()
+            },
             "first_divergence": failed.first if failed else None,
             "axis": self.axis,
             "kind": self.kind,

@@ -25,11 +25,10 @@ def case_lines(found: dict[str, Any]) -> list[str]:
     lines = [f"{'holds' if found['passed'] else 'DOES NOT HOLD'}: {case_title(found)}"]
     if found["problem"]:
         lines.append(f"  could not be compared: {found['problem']}")
-    if found["gradient_error"] is not None:
-        lines.append(
-            f"  errors: loss {found['loss_error']:.1e}, gradients {found['gradient_error']:.1e}, "
-            f"parameters {found['parameter_error']:.1e} ({', '.join(found['dtypes'])})"
-        )
+    lines += [
+        f"  errors in {dtype}: loss {of['loss']:.1e}, gradients {of['gradient']:.1e}, parameters {of['parameter']:.1e}"
+        for dtype, of in found["errors"].items()
+    ]
     if found["first_divergence"]:
         kind = f": {found['kind']}" if found["kind"] else ""
         lines.append(f"  first wrong: {found['first_divergence']}{kind}")
