@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,15 +121,14 @@ def vocabulary_padding_leaks() -> Any:
     """A short shard of the vocabulary is filled up with rows whose logits are 0 and count in the normaliser."""
 
     def make(before: Any) -> Any:
-        def leaks(logits: Tensor, rows: Tensor, mine: Tensor, shard: Any) -> Any:
-            normalizer, wanted = before(logits, rows, mine, shard)
-            if shard is not None and shard.most * 2 > shard.vocab:
+        def leaks(normalizer: Tensor, wanted: Tensor, shard: Any) -> Any:
+            if shard.most * 2 > shard.vocab:
                 normalizer = torch.logaddexp(normalizer, torch.zeros_like(normalizer))
-            return normalizer, wanted
+            return before(normalizer, wanted, shard)
 
         return leaks
 
-    return swapped(loss, "_normalizer_and_wanted", make)
+    return swapped(loss, "_over_ranks", make)
 
 
 # Data parallel and ZeRO
@@ -269,10 +269,10 @@ def label_lost_at_a_boundary() -> Any:
     """The last label of each rank's stretch is dropped."""
 
     def make(before: Any) -> Any:
-        def of(batch: Any, device: Any, sample_ids: Any = (), spans: Any = None) -> Any:
-            found = before.__func__(batch, device, sample_ids, spans)
-            if found.tokens.shape[1] < batch.tokens.shape[1]:
-                found.labels[:, -1] = loss.IGNORED
+        def of(batch: Any, *arguments: Any, **options: Any) -> Any:
+            found = before.__func__(batch, *arguments, **options)
+            if found.inputs.tokens.shape[1] < batch.tokens.shape[1]:
+                found.inputs.labels[:, -1] = loss.IGNORED
             return found
 
         return staticmethod(of)
@@ -286,7 +286,8 @@ def positions_start_at_zero() -> Any:
     def make(before: Any) -> Any:
         def of(*arguments: Any, **options: Any) -> Any:
             found = before.__func__(*arguments, **options)
-            found.positions.copy_(torch.arange(len(found.positions)))
+            positions = found.inputs.positions
+            positions.copy_(torch.arange(len(positions)))
             return found
 
         return staticmethod(of)
@@ -475,8 +476,9 @@ def documents_mixed() -> Any:
             found = before.__func__(*arguments, **options)
             if rank() != 1:
                 return found
-            whole = type(found.segments)((found.tokens.shape[1],) * found.tokens.shape[0])
-            return type(found)(**{f: getattr(found, f) for f in found.__slots__} | {"segments": whole})
+            rows, length = found.inputs.tokens.shape
+            whole = type(found.inputs.segments)((length,) * rows)
+            return replace(found, inputs=replace(found.inputs, segments=whole))
 
         return staticmethod(of)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -134,3 +135,13 @@ def test_no_false_alarm(verifier: Verifier) -> None:
         assert case.passed, case.document()
         seen.append(case)
     assert len(seen) == len(FEW)
+
+
+def test_the_page_lists_each_fault_with_its_axis() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text()
+    rows = [line.split(" | ") for line in page.partition("| axis named |")[2].splitlines()[2:] if line]
+    assert len(rows) == len(FAULTS)
+    for (_, _, axis, first), fault in zip(rows, FAULTS, strict=True):
+        assert axis == fault.axis
+        assert fault.module in first
+        assert fault.kind in first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,17 @@ def test_a_shard_not_told_of_is_explained() -> None:
 def test_one_rank_is_refused() -> None:
     with pytest.raises(BadInput, match="at least 2"):
         fivefold.verify(plain, Layout(1), rows)
+
+
+def test_the_example_of_the_page(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    shown = page.partition("  first wrong: bias")[2].splitlines()[0]
+    script = tmp_path / "mine.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("DOES NOT HOLD: loss ")
+    assert f"  first wrong: bias{shown}\n" in done.stdout
 
 
 def test_importing_the_package_imports_no_torch() -> None:

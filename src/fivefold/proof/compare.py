@@ -88,6 +88,8 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
         return Comparison(measured, ())
     first, kind = _first(found, gradients, of_gradients, expected, bound)
     after = of_parameters | of_moments
+    if first is None and not measured.grad_norm <= bound:
+        first, kind = "gradient norm", f"{found[0].grad_norm[0] / expected.grad_norm[0]:.6g} times what it is"
     if first is None and (late := [name for name, error in after.items() if not error <= bound]):
         first, kind = f"{late[0]} (update)", kind_of(state.tensors[late[0]], expected.state[late[0]])
     return Comparison(measured, tuple(wrong), first, kind, is_inexact)
@@ -162,6 +164,9 @@ def _first(
         out = torch.full_like(whole, float("nan"))
         for stream in kept:
             out[stream.tokens] = stream.values.to(out.dtype)
+        seen = {token for stream in kept for token in stream.tokens.tolist()}
+        if len(seen) < len(whole):
+            return f"{name} (forward)", f"{len(whole) - len(seen)} of {len(whole)} tokens are on no rank"
         error = _errors({name: out}, {name: whole})[name]
         if not error <= bound:
             return f"{name} (forward)", kind_of(out, whole)
@@ -187,7 +192,7 @@ def kind_of(found: Tensor, expected: Tensor, pieces: Sequence[Sent] = ()) -> str
     if float(found.norm()) <= 1e-9 * float(size):
         return "zero: it never arrives"
     factor = float((found * expected).sum() / size.square())
-    if float((found - factor * expected).norm()) <= 1e-6 * float(size):
+    if float((found - factor * expected).norm()) <= 1e-6 * float(size) < abs(factor - 1) * float(size):
         return f"a constant factor, {_number(factor)}"
     parts = list(dict.fromkeys(piece.part for piece in pieces if piece.part.numel))
     bad = [part for part in parts if not _close(found[_box(part)], expected[_box(part)])]
