@@ -148,6 +148,7 @@ class Bucket:
             self.compressor.memory.settle(True)
         if self.gathers:
             self._is_whole = False
+            self._discard_gather()  # of the values before, as when a checkpoint is loaded right after the start
             if gather:
                 self.start_gather()
         elif len(self._piece):
@@ -184,12 +185,15 @@ class Bucket:
         """Frees the gathered parameters, if zero says so."""
         if not self.gathers or self.division.zero < 3:
             return
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = self._gathered = None
+        self._discard_gather()
         for slot in self._slots:
             slot.storage.untyped_storage().resize_(0)
         self._is_whole = False
+
+    def _discard_gather(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = self._gathered = None
 
     # Gradients
 
