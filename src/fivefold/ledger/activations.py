@@ -1,7 +1,7 @@
 """Bytes that one layer keeps for its backward, per micro-batch and rank, part by part.
 
 Sources: Korthikanti 2022 table 2 for the fused stack with dropout (34 + 5as/h, reproduced to the last digit);
-formulas.md §5 for the eager Llama block on torch 2.13 (two float32 copies per unfused RMSNorm, four
+the eager Llama block as torch 2.13 keeps it (two float32 copies per unfused RMSNorm, four
 feed-forward tensors), measured against autograd's storages.
 """
 
@@ -154,7 +154,9 @@ def _eager_routing(job: Job) -> float:
     found += 8 * choices + 16 * copies + item * choices
     found += 2 * copies * item * job.model.hidden
     widths = (job.model.hidden, experts.ffn // job.expert_width_split)
-    if item < 8 and all(width * item % 16 == 0 for width in widths):  # ends of the groups of three grouped products
+    if item < 8 and all(
+        width * item % 16 == 0 for width in widths
+    ):  # ends of the groups of three grouped products
         found += 3 * 4 * (experts.count // job.ep)
     if experts.shared_gate:
         found += job.tokens * item * (job.model.hidden + 1)
