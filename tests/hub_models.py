@@ -31,6 +31,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"model_type": "llama"},
     "llama tied": SIZES | {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 8},
     "llama3 rope": SIZES | {"model_type": "llama", "rope_theta": 500.0, "rope_scaling": LLAMA3},
+    "llama biases": SIZES | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "qwen2": SIZES | {"model_type": "qwen2", "rope_theta": 1e6},
     "qwen3": SIZES | {"model_type": "qwen3", "head_dim": 8},
     "gpt2": {

@@ -59,7 +59,10 @@ def step_with_poison(
         batch, data_rank = global_batch(config, step), resolved.mesh.data_rank(rank)
         ids = range(100, 100 + config.batch.global_batch)
         rows = [resolved.batch.rows(i, data_rank) for i in range(resolved.batch.accumulation)]
-        return [MicroBatch.of(batch.rows(r.start, r.stop), CPU, tuple(ids[r])) for r in rows]
+        return [
+            MicroBatch.of(batch.rows(r.start, r.stop), CPU, sequences=len(ids), sample_ids=tuple(ids[r]))
+            for r in rows
+        ]
 
     assert stepper.step(share(0), 1e-3).skipped is None
     before = wholes(tensors(stepper.model, stepper.optimizer)).tensors

@@ -276,9 +276,27 @@ CONTRADICTIONS = [
         "parallel.ep = 8: does not divide dp_shard × cp = 4",
         "nearest legal: 4",
     ),
+    keys(
+        "ep over replicas",
+        ("parallel.ep=2", "parallel.dp_shard=2", "model.experts={count=8, ffn=8}"),
+        "parallel.ep = 2: does not divide dp_shard × cp = 1",
+        "set zero = 1",
+    ),
+    keys(
+        "Ulysses with heads that do not divide",
+        ("parallel.cp=3", 'parallel.context="ulysses"'),
+        "parallel.cp = 3: does not divide 8 heads (context = ulysses), 4 KV heads",
+        "nearest legal: 2 or 4",
+    ),
+    keys(
+        "more context ranks than tokens",
+        ("parallel.cp=16", "batch.sequence_length=8"),
+        "parallel.cp = 16: more ranks than a sequence has tokens",
+        "at most batch.sequence_length = 8",
+    ),
     keys("ep without experts", "parallel.ep=2", "parallel.ep = 2", "no experts", "ep = 1"),
     keys("sequence parallel without tp", "parallel.sequence_parallel=true", "but tp = 1", "false"),
-    keys("more stages than layers", "parallel.pp=5", "parallel.pp × chunks = 5 × 1", "at most 4"),
+    keys("more stages than layers", "parallel.pp=7", "parallel.pp × chunks = 7 × 1", "at most 6"),
     keys("chunks without pp", "parallel.chunks=2", "parallel.chunks = 2", "pp = 1", "chunks = 1"),
     keys(
         "chunks that the schedule has not",
@@ -336,7 +354,7 @@ COMMANDS = [
     words(
         "no command at all like it",
         "--frobnicate",
-        says=("unknown command", "collectives, config, convert, doctor"),
+        says=("unknown command", "comm, config, convert, doctor"),
     ),
     words("empty command", "", says=('"": unknown command',)),
     words("no config", "train", says=("train: ", "required: CONFIG", "fivefold train --help")),

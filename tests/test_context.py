@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.config.tree import Parallel
 from fivefold.nn.attention import Segments, causal_attention
 from fivefold.parallel.context import context_core
 from fivefold.parallel.cut import Cut
+from fivefold.parallel.mesh import new_group
 from fivefold.spec.sequence import Kind, spans
 from ranks import Ranks
 
@@ -74,8 +74,7 @@ def dense(case: Case) -> list[Tensor]:
 
 def cut_up(rank: int, _: int, case: Case, cp: int) -> list[Tensor]:
     """This rank's part of what `dense` gives, and which tokens it is."""
-    group = dist.new_group(list(range(cp)), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
+    group = new_group(range(cp), "cp")
     cut = Cut(group, case.kind, case.length)
     parallel = Parallel(context=case.kind, recompute="none" if case.keep else "attention")
     core = context_core(group, parallel, causal_attention)
@@ -89,7 +88,7 @@ def cut_up(rank: int, _: int, case: Case, cp: int) -> list[Tensor]:
 
 def check(ranks: Ranks, case: Case, cp: int, bound: float) -> None:
     expected = dense(case)
-    parts = ranks.run(cut_up, case, cp, world_size=cp)
+    parts = ranks.run(cut_up, case, cp, world_size=cp, timeout=300)
     places = torch.cat([part[0] for part in parts])
     assert places.sort().values.tolist() == list(range(case.length))
     for number, whole in enumerate(expected):
@@ -141,6 +140,20 @@ def test_half_precision_is_that_of_the_inputs(ranks: Ranks, kind: Kind, keep: bo
     case = Case(kind=kind, dtype=torch.bfloat16, keep=keep, length=64, kv_heads=2)
     check(ranks, case, 2, 4e-3)
     check(ranks, replace(case, dtype=torch.float32), 2, 1e-6)
+
+
+def whole_here(_: int, world_size: int, case: Case) -> Tensor:
+    group = new_group(range(world_size), "cp")
+    inputs, _slope, segments = data(case)
+    return context_core(group, Parallel(context=case.kind), causal_attention)(*inputs, segments)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_a_rank_with_whole_sequences_asks_nobody(ranks: Ranks, kind: Kind) -> None:
+    """Generation: every rank runs the whole text."""
+    case = Case(kind=kind, documents=True, length=7)
+    for found in ranks.run(whole_here, case, world_size=2, timeout=300):
+        assert torch.allclose(found, dense(case)[0], atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])

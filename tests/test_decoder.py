@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fivefold.config.tree import Model, RopeScaling
 from fivefold.nn.attention import Segments, causal_attention
-from fivefold.nn.blocked_attention import blocked_causal_attention
+from fivefold.nn.causal_attention import blocked_causal_attention
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.initialize import BLOCK, initial_values
+from fivefold.nn.inputs import Inputs
 from fivefold.nn.loss import IGNORED, cross_entropy_sum
 from fivefold.proof.error import errors
 from fivefold.spec.parameters import Parameter, parameters
@@ -181,8 +182,8 @@ def test_decoder_equals_the_textbook(dtype: torch.dtype, change: dict[str, Any])
     tokens, labels, documents = batch()
     segments = Segments.from_documents(documents)
     logits = plain_decoder(decoder, tokens, documents)
-    assert errors({"": decoder(tokens, segments)}, {"": logits})[""] <= BOUND[dtype]
-    loss = decoder(tokens, segments, labels)
+    assert errors({"": decoder(Inputs(tokens, segments))}, {"": logits})[""] <= BOUND[dtype]
+    loss = decoder(Inputs(tokens, segments, labels))
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     assert loss.dtype == dtype
     assert loss.item() == pytest.approx(expected.item(), rel=BOUND[dtype])
@@ -194,9 +195,9 @@ def test_documents_do_not_see_each_other() -> None:
     decoder = made(MODEL, torch.float64)
     tokens, _, documents = batch()
     segments = Segments.from_documents(documents)
-    before = decoder(tokens, segments)
+    before = decoder(Inputs(tokens, segments))
     tokens[2, :7] = (tokens[2, :7] + 1) % MODEL.vocab
-    after = decoder(tokens, segments)
+    after = decoder(Inputs(tokens, segments))
     assert torch.equal(before[2, 7:], after[2, 7:])
     assert not torch.equal(before[2, :7], after[2, :7])
 

@@ -77,7 +77,7 @@ def on_ranks(
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_equal_one(ranks: Ranks, world_size: int, favourite: int | None, dtype: torch.dtype) -> None:
     """Also with a rank without tokens, and experts and ranks that no token wants (DeepSpeed#5066)."""
-    results = ranks.run(on_ranks, dtype, favourite, world_size=world_size)
+    results = ranks.run(on_ranks, dtype, favourite, world_size=world_size, timeout=300)
     module = made(dtype, favourite)
     for rank in range(world_size):
         x, slope = tokens_of(rank, dtype)
@@ -100,7 +100,7 @@ def test_ranks_equal_one(ranks: Ranks, world_size: int, favourite: int | None, d
 def test_dispatch_moves_each_choice_once(ranks: Ranks, favourite: int | None) -> None:
     """Rows out of every rank: its tokens · top_k; over the group as many come in. And 8 numbers of 8 bytes."""
     sums = {"forward": 0, "backward": 0}
-    for rank, (_, rows) in enumerate(ranks.run(on_ranks, torch.float32, favourite)):
+    for rank, (_, rows) in enumerate(ranks.run(on_ranks, torch.float32, favourite, timeout=300)):
         assert [(row.axis, row.primitive, row.phase, row.count) for row in rows] == [
             ("ep", "all_to_all", "backward", 2),
             ("ep", "all_to_all", "forward", 3),

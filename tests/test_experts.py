@@ -17,6 +17,7 @@ from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.experts import Experts
 from fivefold.nn.grouped import _one_by_one, _together, grouped_linear
+from fivefold.nn.inputs import Inputs
 from fivefold.nn.router import Router, balanced, imbalance
 from fivefold.proof.error import errors
 from ranks import Ranks
@@ -31,6 +32,10 @@ VARIANTS: dict[str, Options] = {
     "sigmoid, scaled": replace(OPTIONS, router="sigmoid", scale=2.5),
     "shared": replace(OPTIONS, shared_ffn=20, dense_layers=1),
     "biased": replace(OPTIONS, router="sigmoid", router_bias=True, bias_update_rate=0.05),
+    "limited to groups": replace(
+        OPTIONS, count=8, groups=4, top_groups=2, top_k=4, router="sigmoid", router_bias=True
+    ),
+    "limited to a group": replace(OPTIONS, count=6, groups=2, top_groups=1, top_k=2),
     "shared behind a gate": replace(OPTIONS, shared_ffn=20, shared_gate=True),
 }
 
@@ -62,6 +67,16 @@ def test_every_type_has_a_grouped_product(dtype: torch.dtype) -> None:
     assert torch.allclose(y, expected, rtol=1e-2, atol=1e-2)
 
 
+def in_best_groups(wanted: Tensor, options: Options) -> Tensor:
+    """DeepSeek-V3 2024, §2.1.2, group by group."""
+    size, each = options.count // options.groups, options.top_k // options.top_groups
+    members = [range(group * size, (group + 1) * size) for group in range(options.groups)]
+    sums = [sum(sorted((wanted[i].item() for i in group), reverse=True)[:each]) for group in members]
+    best = sorted(range(options.groups), key=lambda group: -sums[group])[: options.top_groups]
+    allowed = {expert for group in best for expert in members[group]}
+    return torch.stack([w if i in allowed else w - 100.0 for i, w in enumerate(wanted)])
+
+
 def plain_experts(module: Experts, model: Model, x: Tensor) -> Tensor:
     """Token by token, from the textbook."""
     options, weights = model.experts, dict(module.named_parameters())
@@ -72,6 +87,8 @@ def plain_experts(module: Experts, model: Model, x: Tensor) -> Tensor:
             logits = weights["router.weight"] @ token
             scores = torch.sigmoid(logits) if options.router == "sigmoid" else torch.softmax(logits, 0)
             wanted = scores if module.selection_bias is None else scores + module.selection_bias
+            if options.groups > 1:
+                wanted = in_best_groups(wanted, options)
             chosen = wanted.argsort(descending=True)[: options.top_k]
             share = scores[chosen] / (scores[chosen].sum() if options.normalize_top_k else 1.0)
             total = torch.zeros_like(token)
@@ -95,7 +112,8 @@ def test_experts_equal_the_textbook(options: Options, dtype: torch.dtype) -> Non
     module = made(model, dtype).layers["1"].experts
     assert isinstance(module, Experts)
     if module.selection_bias is not None:
-        module.selection_bias.copy_(torch.tensor([0.3, 0.0, -0.2, 0.1, -0.3]))
+        bias = torch.tensor([0.3, 0.0, -0.2, 0.1, -0.3, 0.2, -0.1, 0.05])
+        module.selection_bias.copy_(bias[: options.count])
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     names, tensors = zip(*module.named_parameters(), strict=True)
     found, expected = module(x)[0], plain_experts(module, model, x)
@@ -139,7 +157,7 @@ class TestImbalance:
         decoder = made(with_experts(replace(OPTIONS, auxiliary_loss=0.5)), torch.float64)
         tokens = torch.arange(40).view(2, 20)
         segments = Segments((20, 20))
-        plain, weighted = (decoder(tokens, segments, tokens, weight) for weight in (0.0, 3.0))
+        plain, weighted = (decoder(Inputs(tokens, segments, tokens), weight) for weight in (0.0, 3.0))
         assert plain.item() == weighted.item()
         parameters = list(decoder.parameters())
         found: list[Tensor] = []
@@ -166,7 +184,7 @@ def test_recompute_changes_nothing(recompute: Any) -> None:
     again.load_state_dict(plain.state_dict())
     tokens, segments = torch.arange(40).view(2, 20), Segments((20, 20))
     gradients = [
-        torch.autograd.grad(decoder(tokens, segments, tokens, 3.0), list(decoder.parameters()))
+        torch.autograd.grad(decoder(Inputs(tokens, segments, tokens), 3.0), list(decoder.parameters()))
         for decoder in (plain, again)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -185,13 +203,13 @@ class TestBiasBalancing:
         decoder.load_state_dict(made(with_experts(options), torch.float32).state_dict())
         tokens, segments = torch.arange(40).view(2, 20), Segments((20, 20))
         with torch.no_grad():
-            decoder(tokens, segments, tokens)
-        assert decoder.take_counts() == []
+            decoder(Inputs(tokens, segments, tokens))
+        assert not any(decoder.take_counts())
         for _ in range(2):
-            decoder(tokens, segments, tokens).backward()
+            decoder(Inputs(tokens, segments, tokens)).backward()
         counts = torch.tensor(decoder.take_counts(), dtype=torch.float64).view(2, 5)
         assert counts.sum(dim=1).tolist() == [2 * 40 * 2] * 2
-        assert decoder.take_counts() == []
+        assert not any(decoder.take_counts())
         decoder.balance(counts.flatten().tolist())
         for layer, chosen in zip(decoder.layers.values(), counts, strict=True):
             assert torch.equal(layer.experts.selection_bias, 0.05 * (chosen.mean() - chosen).sign().float())
@@ -205,7 +223,7 @@ class TestBiasBalancing:
         tokens, segments = torch.arange(40).view(2, 20), Segments((20, 20))
         shares = []
         for _ in range(60):
-            decoder(tokens, segments, tokens)
+            decoder(Inputs(tokens, segments, tokens))
             counts = decoder.take_counts()
             shares.append(max(counts) / 40)
             decoder.balance(counts)
@@ -219,9 +237,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("name", ["biased", "shared behind a gate"])
-def test_layouts_equal_one_process(ranks: Ranks, zero: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [*(("biased", zero) for zero in range(4)), ("shared behind a gate", 3), ("limited to groups", 0)],
+)
+def test_layouts_equal_one_process(ranks: Ranks, name: str, zero: int) -> None:
     """With the auxiliary loss, unevenly masked tokens, uneven shards of 5 experts, accumulation 2."""
     config = toy_config(zero=zero, global_batch=4 * ranks.world_size, micro_batch=2)
     config = replace(config, model=with_experts(VARIANTS[name]))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from fivefold.config.errors import ConfigError
 from fivefold.config.families import FAMILIES
-from fivefold.config.huggingface import config_json, read_model
+from fivefold.config.huggingface import config_json, nearest_architecture, read_model
 from fivefold.config.load import load, preset_names
 from fivefold.config.tree import Model
 from fivefold.nn.hub.names import TABLES, places
@@ -187,6 +187,23 @@ def test_presets_have_a_config_json_that_gives_them_back(tmp_path: Path, name: s
 )
 def test_a_model_that_no_family_computes_has_no_config_json(change: dict[str, Any]) -> None:
     assert config_json(Model(**change)) is None
+
+
+def test_biases_are_written_as_the_family_that_has_them() -> None:
+    for change, expected in (
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qkv_bias": True, "output_bias": True}, "llama"),
+        ({"qk_norm": True}, "qwen3"),
+    ):
+        theirs = config_json(Model(**change))
+        assert theirs is not None
+        assert theirs["model_type"] == expected
+    assert nearest_architecture(Model(output_bias=True)) == (
+        "MistralForCausalLM comes nearest, but not with model.output_bias = true"
+    )
+    assert nearest_architecture(Model(qkv_bias=True, qk_norm=True)) == (
+        "Qwen2ForCausalLM comes nearest, but not with model.qk_norm = true"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(PUBLISHED) - PLANNED_ONLY))

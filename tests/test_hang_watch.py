@@ -17,9 +17,15 @@ import torch.distributed as dist
 
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
+from fivefold.collectives.shared_memory.transport import SharedMemory
 from fivefold.collectives.watch import HangWatch
 from fivefold.collectives.work import CollectiveError
 from ranks import Ranks, run_ranks
+
+
+@pytest.fixture(scope="module", params=["gloo", "shm"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +34,11 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def hang(rank: int, n: int, kind: str) -> list[str]:
+def hang(rank: int, n: int, transport: str, kind: str) -> list[str]:
     """Rank 1 does not come to the second all_reduce over tp, in a way of its own; what each rank reports."""
     recorder, reports = Recorder(), list[str]()
-    dist.init_process_group(register(recorder, timedelta(seconds=3)))
+    shared = SharedMemory() if transport == "shm" else None
+    dist.init_process_group(register(recorder, timedelta(seconds=3), shared))
     store: Any = dist.distributed_c10d._get_default_store()
     tp, cp = (dist.new_group(group_desc=f"mesh_{axis}") for axis in ("tp", "cp"))
     processes: list[Any] = [None] * n
@@ -73,8 +80,8 @@ def check(results: list[list[str]], rank: int, *parts: str) -> None:
         assert part in report, report
 
 
-def test_a_rank_that_sleeps_is_named(ranks: Ranks) -> None:
-    results = ranks.run(hang, "sleeps")
+def test_a_rank_that_sleeps_is_named(ranks: Ranks, transport: str) -> None:
+    results = ranks.run(hang, transport, "sleeps")
     assert results[1] == []
     for rank in (0, 2):
         check(
@@ -87,8 +94,8 @@ def test_a_rank_that_sleeps_is_named(ranks: Ranks) -> None:
         assert f"rank {2 - rank}" not in results[rank][0]
 
 
-def test_a_rank_in_another_collective_is_named(ranks: Ranks) -> None:
-    results = ranks.run(hang, "skips")
+def test_a_rank_in_another_collective_is_named(ranks: Ranks, transport: str) -> None:
+    results = ranks.run(hang, transport, "skips")
     here = "rank 1 (tp 1) has not entered it: it entered last all_reduce number 1 on axis cp"
     check(results, 0, "in all_reduce number 2 on axis tp", here)
     check(results, 2, "in all_reduce number 2 on axis tp", here)
@@ -97,23 +104,24 @@ def test_a_rank_in_another_collective_is_named(ranks: Ranks) -> None:
 
 
 def test_a_rank_with_another_collective_in_the_same_group_is_named(ranks: Ranks) -> None:
-    results = ranks.run(hang, "differs")
+    """By the watch over gloo; over shared memory the call itself fails (test_shared_memory)."""
+    results = ranks.run(hang, "gloo", "differs")
     check(results, 0, "in all_reduce number 2 on axis tp", "rank 1 (tp 1) has entered barrier in its place")
     check(results, 1, "in barrier number 2 on axis tp", "rank 2 (tp 2) has entered all_reduce in its place")
 
 
-def test_the_other_end_of_a_message_is_named(ranks: Ranks) -> None:
-    results = ranks.run(hang, "sends")
+def test_the_other_end_of_a_message_is_named(ranks: Ranks, transport: str) -> None:
+    results = ranks.run(hang, transport, "sends")
     check(
         results, 1, "in recv number 1 on axis cp", "rank 0 (tp 0) has not met it: it entered last all_reduce"
     )
     assert "rank 2" not in results[1][0]
 
 
-def test_a_short_wait_is_not_reported(ranks: Ranks) -> None:
-    assert ranks.run(hang, "hurries") == [[], [], []]
+def test_a_short_wait_is_not_reported(ranks: Ranks, transport: str) -> None:
+    assert ranks.run(hang, transport, "hurries") == [[], [], []]
 
 
-def test_a_frozen_rank_is_named() -> None:
-    results = run_ranks(hang, 3, "freezes", backend=None, dies={1})
+def test_a_frozen_rank_is_named(transport: str) -> None:
+    results = run_ranks(hang, 3, transport, "freezes", backend=None, dies={1})
     check(results, 0, "in all_reduce number 2 on axis tp", "rank 1 (tp 1) does not answer (dead, or frozen)")

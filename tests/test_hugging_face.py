@@ -27,6 +27,7 @@ from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.hub import weights as hub
 from fivefold.nn.hub.weights import open_weights
+from fivefold.nn.inputs import Inputs
 from fivefold.proof.error import errors
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.checkpoint import load_tensors
@@ -112,8 +113,8 @@ def parity(
     segments = Segments.from_documents(torch.zeros_like(tokens))
     logits = theirs(tokens, use_cache=False).logits
     F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum").backward()
-    found = errors({"logits": ours(tokens, segments)}, {"logits": logits})
-    ours(tokens, segments, labels).backward()
+    found = errors({"logits": ours(Inputs(tokens, segments))}, {"logits": logits})
+    ours(Inputs(tokens, segments, labels)).backward()
     return found | errors(stored_gradients(directory, ours), split_experts(theirs, directory))
 
 

@@ -3,6 +3,7 @@
 Tests import torch; the ledger does not.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,8 @@ from fivefold.ledger.operations import head, layer
 from fivefold.ledger.total import estimate
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder, DecoderLayer
+from fivefold.nn.dropout import step_key, token_keys
+from fivefold.nn.inputs import Inputs
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.rotary import rotary_table
 from fivefold.planner.jobs import job_of
@@ -58,8 +61,13 @@ DTYPES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 2}
 
 
 def job(model: Model, itemsize: int, batch: int, length: int, recompute: str = "none") -> Job:
+    by_hand = itemsize > 2
     stack = Stack(
-        attention="flash" if itemsize == 2 else "blocked", compute_copy=0, chunked_loss=True, early_stop=True
+        attention="blocked" if by_hand else "flash",
+        by_hand=by_hand,
+        compute_copy=0,
+        chunked_loss=True,
+        early_stop=True,
     )
     on = hardware.preset("1x1 cpu")
     return Job(model, on, batch, 1, length, recompute=recompute, itemsize=itemsize, stack=stack)  # type: ignore[arg-type]
@@ -105,10 +113,11 @@ def kept_by_autograd(model: Model, mode: Any, batch: int, length: int, dtype: to
     rotary = rotary_table(model, torch.arange(length)) if model.positions == "rotary" else None
     segments = whole_rows(batch, length)
     x = torch.randn(batch, length, model.hidden, dtype=dtype).requires_grad_().clone()
+    keys = token_keys(step_key(0, 0), torch.arange(batch), torch.arange(length)) if model.dropout else None
     alive = Alive()
     with alive:
         alive.add(x)
-        out, routing = block(x, rotary, segments)
+        out, routing = block(x, rotary, segments, keys=keys)
     graph = (out.grad_fn, routing.imbalance.grad_fn if routing else None)
     del x, out, routing
     assert graph[0] is not None
@@ -123,6 +132,13 @@ def test_saved_activations_are_autograds(name: str, dtype: torch.dtype, mode: st
     model, length = BLOCKS[name], 200
     predicted = activations.saved(job(model, DTYPES[dtype], 2, length, mode), bool(model.experts.count))
     assert predicted == kept_by_autograd(model, mode, 2, length, dtype)
+
+
+def test_saved_masks_are_autograds() -> None:
+    expected = job(BLOCKS["Llama"], 4, 2, 200, "none")
+    expected = dataclasses.replace(expected, stack=dataclasses.replace(expected.stack, dropout=True))
+    model = replace(BLOCKS["Llama"], dropout=0.1)
+    assert activations.saved(expected, False) == kept_by_autograd(model, "none", 2, 200, torch.float32)
 
 
 def in_place(_: object, a: Any, b: Any, *more: Any, **options: Any) -> int:
@@ -172,7 +188,7 @@ def test_flops_are_the_counters(name: str, mode: Any, dtype: torch.dtype) -> Non
     tokens = torch.randint(model.vocab, (2, 128))
     counter = FlopCounterMode(display=False, custom_mapping=UNCOUNTED)
     with counter:
-        decoder(tokens, whole_rows(2, 128), tokens).backward()
+        decoder(Inputs(tokens, whole_rows(2, 128), tokens)).backward()
     ours = job(model, DTYPES[dtype], 2, 128, mode)
     assert counter.get_total_flops() == flops.hardware_flops(ours, "full")
     if mode == "none" and dtype == torch.float32:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fivefold.config.tree import Machine
 from fivefold.trainer import machine
@@ -68,8 +69,27 @@ def test_apply_sets_the_precision() -> None:
     try:
         assert machine.apply(RESOLVED) == ""
         assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.allow_tf32
+        assert not torch.backends.cudnn.benchmark
+        machine.apply(replace(RESOLVED, matmul="highest", cudnn_autotune=True))
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cudnn.allow_tf32
+        assert torch.backends.cudnn.benchmark
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.allow_tf32 = True
+
+
+def test_the_start_page_tells_what_is_in_force() -> None:
+    gpu = torch.device("cuda", 1)
+    tuned = replace(RESOLVED, cudnn_autotune=True, compile=True)
+    exact = replace(RESOLVED, matmul="highest")
+    assert machine.settings_text(tuned, gpu) == (
+        "cuda:1, float32 products in TF32, cuDNN autotuning on, layers compiled"
+    )
+    assert machine.settings_text(exact, gpu) == "cuda:1, float32 products in float32, cuDNN autotuning off"
+    assert machine.settings_text(exact, CPU).startswith("CPU, ")
 
 
 @linux
@@ -120,7 +140,7 @@ def test_memory_counts_what_was_freed() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_a_machine_without_accelerator() -> None:
     assert machine.device(local_rank=3) == CPU
-    assert machine.default_backend(CPU) == "gloo"
+    assert machine.default_backend(CPU) == ("shm" if machine.shares_memory() else "gloo")
     machine.synchronize(CPU)
 
 

@@ -54,6 +54,7 @@ def test_a_line_has_the_contract_keys() -> None:
         "memory_bytes": 1 << 20,
         "loss_scale": None,
         "skipped": False,
+        "expert_load": None,
         "seconds": {"compute": 0.75, "communication": 0.25},
         "traffic": {"dp_replicate": 4096},
     }

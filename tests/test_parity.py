@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from fivefold.config.tree import Config
 from fivefold.parallel.apply import ParallelModel
-from fivefold.proof.error import errors
+from fivefold.proof.error import errors, parameter_errors
 from fivefold.spec.legal import resolve_config
 from fivefold.trainer.batches import held_out_share
 from ranks import Ranks
@@ -57,8 +57,20 @@ def grid(world_size: int) -> list[dict[str, Any]]:
 def all_errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """The design's metric on gradients of step 1, and on parameters and both moments after the last step."""
     worst = {f"gradient {n}": e for n, e in errors(found["gradients"], expected["gradients"]).items()}
-    for family in ("model.", ".exp_avg", ".exp_avg_sq"):
-        names = [n for n in expected["state"] if n.startswith(family) or n.endswith(family)]
+    values = [
+        {n.removeprefix("model."): t for n, t in result["state"].items() if n.startswith("model.")}
+        for result in (found, expected)
+    ]
+    of_parameters = parameter_errors(
+        *values,
+        initial=expected["initial"],
+        gradients=expected["gradients"],
+        learning_rate=expected["optimizer"].lr,
+        eps=expected["optimizer"].eps,
+    )
+    worst |= {f"model.{name}": error for name, error in of_parameters.items()}
+    for family in (".exp_avg", ".exp_avg_sq", ".momentum_buffer"):
+        names = [n for n in expected["state"] if n.endswith(family)]
         worst |= errors({n: found["state"][n] for n in names}, {n: expected["state"][n] for n in names})
     assert len(worst) == len(expected["gradients"]) + len(expected["state"])
     return worst

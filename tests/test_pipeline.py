@@ -71,9 +71,14 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+def imported(rank: int, world_size: int) -> None:
+    """Ranks that have run it have imported this file."""
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with Ranks(4, backend=None) as started:
+        started.run(imported, timeout=240.0)
         yield started
 
 
@@ -104,6 +109,20 @@ def trained(ranks: Ranks, config: Config) -> dict[str, Any]:
 def test_schedules_equal_one_process(ranks: Ranks, layout: dict[str, Any], name: str) -> None:
     model = {"tied": TIED, "experts": MOE}[name]
     check(trained(ranks, of(model, **layout)), expected(name, 2, 8), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"schedule": "zbv", "tp": 2},
+        {"schedule": "interleaved_zb", "chunks": 2, "tp": 2, "sequence_parallel": True},
+        {"schedule": "1f1b", "cp": 2, "zero": 1},
+        {"schedule": "zb_h1", "dp_shard": 2, "ep": 2, "zero": 2},
+    ],
+    ids=lambda layout: "-".join(map(str, layout.values())),
+)
+def test_other_axes_inside_stages(ranks: Ranks, layout: dict[str, Any]) -> None:
+    check(trained(ranks, of(MOE, pp=2, **layout)), expected("experts", 2, 8), 1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zbv"])
@@ -140,29 +159,25 @@ def test_bf16_differs_no_more_than_a_permutation_does(ranks: Ranks, schedule: Na
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_one_stages_bad_number_is_skipped_by_all_and_named(ranks: Ranks, schedule: Name) -> None:
-    layout = {"pp": 2, "dp_shard": 2, "zero": 1, "schedule": schedule}
-    config = of(DEEP, **layout)
-    for where, text in (
-        ("gradient", "gradient of layers.1.attention.query.weight"),
-        ("output", "layers.0.feed"),
-    ):
-        for result in ranks.run(step_with_poison, config, 1, float("nan"), where):
+    config = of(DEEP, pp=2, dp_shard=2, zero=1, schedule=schedule)
+    for where, layer, module in (("gradient", 1, "attention.query.weight"), ("output", 0, "feed_forward")):
+        stages = (rank_stages(DEEP, schedule, 1, 2, pp).values() for pp in range(2))
+        pp = next(pp for pp, own in enumerate(stages) if any(layer in stage.layers for stage in own))
+        sick = 2 * pp + 1
+        # the gradient is whole when it is looked at, and both of its ranks have the bad number
+        first = 2 * pp if where == "gradient" else sick
+        for result in ranks.run(step_with_poison, config, sick, float("nan"), where):
             assert result["unchanged"]
             assert result["updates"] == {1.0}
-            assert text in result["skipped"], result["skipped"]
-            assert result["skipped"].startswith("rank 1: ")
+            assert result["skipped"].startswith(f"rank {first}: {where} of layers.{layer}.{module}")
 
 
 def loss_and_logits(rank: int, world_size: int, config: Config) -> tuple[float, torch.Tensor]:
-    if world_size > 1:
-        recorder = start_group()
-        stepper = stepper_on(resolve_config(config, world_size), recorder)
-        model, agreement, resolved = stepper.model, stepper.agreement, resolve_config(config, world_size)
-        share = held_out_share(global_batch(config, 0), resolved.batch, resolved.mesh.data_rank(rank), CPU)
-        losses = [evaluate(model, [share, share], agreement) for _ in range(2)]
-        assert losses[0] == losses[1]
-        return losses[0], model.next_logits([3, 1, 4, 1, 5])
-    raise AssertionError
+    resolved = resolve_config(config, world_size)
+    stepper = stepper_on(resolved, start_group())
+    share = held_out_share(global_batch(config, 0), resolved.batch, resolved.mesh.data_rank(rank), CPU)
+    loss = evaluate(stepper.model, [share, share], stepper.agreement)
+    return loss, stepper.model.next_logits([3, 1, 4, 1, 5])
 
 
 @pytest.mark.parametrize("layout", [{"schedule": "1f1b", "zero": 3, "dp_shard": 2}, {"schedule": "zbv"}])
@@ -171,7 +186,7 @@ def test_evaluation_and_generation(ranks: Ranks, layout: dict[str, Any]) -> None
     alone = parallelize(resolve_config(of(TIED)), Groups(), 0, CPU).module
     batch = held_out_share(global_batch(config, 0), resolve_config(of(TIED)).batch, 0, CPU)
     with torch.no_grad():
-        summed = sum(alone(b.tokens, b.segments, b.labels).item() for b in batch)
+        summed = sum(alone(b.inputs).item() for b in batch)
         logits = next_logits(alone)([3, 1, 4, 1, 5])
     size = resolve_config(config).mesh.world_size
     for loss, found in ranks.run(loss_and_logits, config, world_size=size):
@@ -239,10 +254,8 @@ def test_in_flight_is_what_the_schedule_says(ranks: Ranks, schedule: Name) -> No
     for rank, (each, found) in enumerate(zip(one, many, strict=True)):
         held = max(sum(counts) for counts in held_at_once(schedule, 4, 8, 1, rank))
         assert held == {"gpipe": 8, "1f1b": 4 - rank, "zb_h1": held}[schedule]
-        if schedule in schedules.SPLITS_BACKWARD:  # part of what is kept goes with the input gradient
-            assert found <= held * each
-        else:
-            assert found == held * each
+        # token ids are views of the whole batch, so those of one micro-batch cannot be told apart
+        assert found == pytest.approx(held * each, rel=0.01)
 
 
 @st.composite

@@ -132,7 +132,7 @@ def test_forcing_tp_across_nodes_shows_its_price(config: str, capsys: pytest.Cap
 def test_a_cluster_larger_than_its_batch_is_told_the_nearest_batch(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--set", 'cluster.preset="100000x8 h100"', "--set", "parallel.dp_replicate=-1"]
+    sizes = ["--set", 'cluster.preset="7777777x8 h100"', "--set", "parallel.dp_replicate=-1"]
     found = document(capsys, "plan", config, "--json", *sizes, code=1)
     batch = int(found["reasons"][0].rpartition(" ")[2])
     assert document(capsys, "plan", config, "--json", *sizes, "--set", f"batch.global_batch={batch}")["best"]

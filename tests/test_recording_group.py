@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,35 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fivefold.collectives.group import RecordingGroup, axis_of, register
 from fivefold.collectives.record import Recorder, Row
+from fivefold.collectives.shared_memory.transport import SharedMemory
 from fivefold.collectives.work import CollectiveError
 from ranks import Ranks, run_ranks
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4, backend=None) as ranks:
+shared: SharedMemory | None = None  # of a rank: what its groups are made with, see `over`
+
+
+def over(transport: str, check: Callable[..., Any], rank: int, n: int, *args: Any) -> Any:
+    """Runs a check in a rank over "gloo" or "shm"."""
+    global shared
+    shared = SharedMemory() if transport == "shm" else None
+    return check(rank, n, *args)
+
+
+class RanksOver(Ranks):
+    def __init__(self, transport: str) -> None:
+        super().__init__(4, backend=None)
+        self._transport = transport
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return super().run(partial(over, self._transport, fn), *args, **kwargs)
+
+
+@pytest.fixture(scope="module", params=["gloo", "shm"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with RanksOver(request.param) as ranks:
         yield ranks
 
 
@@ -53,7 +74,7 @@ def wait(tensor: Tensor) -> Tensor:
 def join(timeout: float = 20.0) -> Recorder:
     """Joins the default group, recorded."""
     recorder = Recorder()
-    dist.init_process_group(register(recorder, timedelta(seconds=timeout)))
+    dist.init_process_group(register(recorder, timedelta(seconds=timeout), shared))
     return recorder
 
 
@@ -575,7 +596,7 @@ def test_checkpoints_pass_uncounted(ranks: Ranks, tmp_path: Path) -> None:
 def check_registered_again(rank: int, n: int) -> None:
     first = join()
     second = Recorder()
-    register(second, timedelta(seconds=20))
+    register(second, timedelta(seconds=20), shared)
     later = dist.new_group(group_desc="mesh_cp")
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), group=later)
@@ -625,8 +646,9 @@ def check_dead_peer(rank: int, n: int) -> list[tuple[str, float]]:
     return errors
 
 
-def test_a_dead_peer_is_one_clear_line_within_seconds() -> None:
-    results = run_ranks(check_dead_peer, 3, backend=None, dies={1})
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_a_dead_peer_is_one_clear_line_within_seconds(transport: str) -> None:
+    results = run_ranks(partial(over, transport, check_dead_peer), 3, backend=None, dies={1})
     for rank, others in ((0, "ranks 1, 2"), (2, "ranks 0, 1")):
         messages = [message for message, _ in results[rank]]
         for message, pattern in zip(
@@ -671,9 +693,11 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
+from fivefold.collectives.shared_memory.transport import SharedMemory
 
 rank, store, destroy = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2), sys.argv[3] == "destroy"
-dist.init_process_group(register(Recorder(), timedelta(seconds=20)), store=store, rank=rank, world_size=2)
+shared = SharedMemory() if sys.argv[4] == "shm" else None
+dist.init_process_group(register(Recorder(), timedelta(seconds=20), shared), store=store, rank=rank, world_size=2)
 group = dist.new_group(group_desc="mesh_tp")
 pending = dist.all_reduce(torch.ones(1000), group=group, async_op=True)
 dist.all_reduce(torch.ones(1))
@@ -684,9 +708,10 @@ if destroy:
 """
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
 @pytest.mark.parametrize("ending", ["destroy", "leave"])
-def test_processes_end_cleanly(tmp_path: Path, ending: str) -> None:
-    arguments = [str(tmp_path / "store"), ending]
+def test_processes_end_cleanly(tmp_path: Path, ending: str, transport: str) -> None:
+    arguments = [str(tmp_path / "store"), ending, transport]
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", LIFE, str(rank), *arguments], stderr=subprocess.PIPE, text=True

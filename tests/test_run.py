@@ -190,8 +190,8 @@ import json, sys
 from fivefold.cli.main import main
 from fivefold.trainer import loop
 
-def logged(samples, plan, consumed, data_rank, device, read=loop.training_share):
-    share = read(samples, plan, consumed, data_rank, device)
+def logged(samples, plan, consumed, *where, read=loop.training_share):
+    share = read(samples, plan, consumed, *where)
     ids = [i for micro_batch in share for i in micro_batch.sample_ids]
     with open("consumed.jsonl", "a") as file:
         file.write(json.dumps([consumed // plan.global_batch + 1, ids]) + "\\n")

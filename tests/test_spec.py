@@ -280,7 +280,7 @@ def rate(
     """The learning rate of a run with sequences of 10 tokens."""
     batch = Batch(global_batch=global_batch, micro_batch=micro_batch, sequence_length=10)
     plan = plan_batch(batch, Mesh(dp_shard=data_parallel))
-    return learning_rate(optimizer, schedule, plan, steps), plan
+    return learning_rate(optimizer, schedule, plan, steps * plan.global_batch_tokens), plan
 
 
 KINDS = ("constant", "cosine", "linear", "wsd")
@@ -428,7 +428,7 @@ class TestLayoutTable:
             return
         for each in parameters(model):
             placement = placements(model, each.name).get("tp")
-            if placement is None or (isinstance(placement, Split) and placement.padded):
+            if placement is None or (isinstance(placement, Split) and placement.uneven):
                 continue
             count = units(model, placement.unit)
             if isinstance(placement, Split) and placement.replicable and tp > count:

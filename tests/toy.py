@@ -6,6 +6,7 @@ torch's own unfused optimizer, torch's own clipping.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -16,12 +17,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from fivefold.collectives.dispatch import DispatchRecorder
-from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
 from fivefold.config.tree import Batch, Config, Model, Optimizer, Parallel, Precision, Run, Schedule
 from fivefold.data.rows import Batch as Rows
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
+from fivefold.nn.dropout import step_key
+from fivefold.nn.inputs import Inputs
 from fivefold.observe.clock import StepClock
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.data import master_dtype
@@ -29,10 +31,12 @@ from fivefold.parallel.mesh import Groups, groups
 from fivefold.proof.gather import wholes
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
+from fivefold.trainer import machine
 from fivefold.trainer.agree import Agreement
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer
+from fivefold.trainer.session import torch_backend
 from fivefold.trainer.state import tensors
 from fivefold.trainer.step import Stepper
 
@@ -95,10 +99,12 @@ def start_group(wrapped: bool = True) -> Recorder:
     """The default group of a test's rank; the environment is that of `ranks.Ranks(backend=None)`.
 
     Args:
-        wrapped: records; otherwise plain gloo, of which a dispatch mode may record.
+        wrapped: records, over the backend that training uses by default; otherwise plain gloo, of which a
+            dispatch mode may record.
     """
-    recorder = Recorder()
-    dist.init_process_group(register(recorder, timedelta(seconds=60)) if wrapped else "gloo")
+    recorder, timeout = Recorder(), timedelta(seconds=60)
+    backend = machine.default_backend(CPU)
+    dist.init_process_group(torch_backend(backend, CPU, recorder, timeout) if wrapped else "gloo")
     return recorder
 
 
@@ -120,13 +126,18 @@ def permuted(batch: Rows, seed: int) -> Rows:
 
 
 def train_on_ranks(
-    rank: int, world_size: int, config: Config, permutation: int = 0, wrapped: bool = True
+    rank: int,
+    world_size: int,
+    config: Config,
+    permutation: int = 0,
+    wrapped: bool = True,
+    batches: Sequence[Rows] = (),
 ) -> dict[str, Any]:
-    """Trains in the layout of `config`; whole tensors from every rank."""
+    """Trains in the layout of `config`, on `batches` or on those of `global_batch`; whole tensors from every rank."""
     recorder = start_group(wrapped)
     resolved = resolve_config(config, world_size)
     stepper = stepper_on(resolved, recorder)
-    found: dict[str, Any] = {"loss": [], "grad_norm": [], "rows": []}
+    found: dict[str, Any] = {"loss": [], "grad_norm": [], "rows": [], "optimizer": config.optimizer}
     found["initial"] = wholes({p.spec.name: p.piece(p.value) for p in stepper.model.parameters}).tensors
 
     def keep_gradients(model: ParallelModel) -> None:
@@ -136,8 +147,9 @@ def train_on_ranks(
 
     for step in range(config.run.steps):
         recorder.clear()
-        rows = permuted(global_batch(config, step), permutation)
-        share = held_out_share(rows, resolved.batch, resolved.mesh.data_rank(rank), CPU, resolved.spans(rank))
+        rows = permuted(batches[step] if batches else global_batch(config, step), permutation)
+        data_rank, key = resolved.mesh.data_rank(rank), step_key(config.run.seed, step)
+        share = held_out_share(rows, resolved.batch, data_rank, CPU, resolved.spans(rank), key)
         lr = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
         with nullcontext() if wrapped else DispatchRecorder(recorder):
             result = stepper.step(share, lr, FLAGS, keep_gradients)
@@ -150,7 +162,7 @@ def train_on_ranks(
     return found
 
 
-def reference(config: Config) -> dict[str, Any]:
+def reference(config: Config, batches: Sequence[Rows] = ()) -> dict[str, Any]:
     """The same training in this process: one batch, one backward, unfused AdamW."""
     config = replace(config, parallel=Parallel(recompute=config.parallel.recompute))
     resolved = resolve_config(config)
@@ -169,12 +181,13 @@ def reference(config: Config) -> dict[str, Any]:
         for kept, decay in ((False, options.weight_decay), (True, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False)
-    found: dict[str, Any] = {"loss": [], "grad_norm": []}
+    found: dict[str, Any] = {"loss": [], "grad_norm": [], "optimizer": config.optimizer}
     found["initial"] = {name: full(parameter) for name, parameter in named.items()}
     for step in range(config.run.steps):
-        batch = global_batch(config, step)
+        batch = batches[step] if batches else global_batch(config, step)
         segments, count = Segments.from_documents(batch.documents), max(batch.loss_tokens, 1)
-        loss = decoder(batch.tokens, segments, batch.labels, count / len(batch.tokens)) / count
+        inputs = Inputs(batch.tokens, segments, batch.labels, dropout_key=step_key(config.run.seed, step))
+        loss = decoder(inputs, count / len(batch.tokens)) / count
         loss.backward()
         if step == 0:
             found["gradients"] = {n: full(p.grad) for n, p in named.items()}  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ from fivefold.planner.batches import degrees, rates, sequences, splits, step_sec
 from fivefold.planner.wishes import wish_of
 from fivefold.render.tables import table
 from fivefold.render.units import count_text, duration_text, lr_text, seconds_text
+from fivefold.spec.batch import BatchPlan
+from fivefold.spec.ramp import plan_course
 
 SCALES = {"K": 2**10, "M": 2**20, "G": 2**30, "k": 10**3, "m": 10**6, "B": 10**9, "T": 10**12}
 
@@ -38,12 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
     length = config.batch.sequence_length
     target = sequences(_count(arguments.tokens), length) if arguments.tokens else wish.global_batch
     reference = config.optimizer.lr_reference_batch or wish.global_batch
-    ways = splits(target, degrees(config, written, arguments.devices or wish.hardware.devices))
+    course = plan_course(config.batch.ramp, BatchPlan(target, 1, target, 1, length))
+    found_degrees = degrees(config, written, arguments.devices or wish.hardware.devices)
+    ways = [w for w in splits(target, found_degrees) if course.carries(w.data_parallel * w.micro_batch)]
     budget = _count(arguments.budget)
     found: dict[str, Any] = {
         "reference_batch": reference,
         "global_batch": target,
         "global_batch_tokens": target * length,
+        "ramp": [{"global_batch": plan.global_batch, "steps": steps} for plan, steps in course.stages()],
         "legal": [asdict(way) for way in ways],
         "learning_rates": [asdict(rate) for rate in rates(config, reference, target)],
         "warnings": warnings(config, reference, target),
@@ -52,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         found["time"] = [
             _time(step_seconds(wish, size), size, length, budget) for size in (reference, target)
         ]
-    print(json.dumps(found, indent=1) if arguments.json else _text(found, length))
+    print(json.dumps(found, indent=1) if arguments.json else _text(found, length, course.summary))
     return int(not ways)
 
 
@@ -78,11 +83,12 @@ def _time(step: float | None, size: int, length: int, budget: int) -> dict[str, 
     }
 
 
-def _text(found: dict[str, Any], length: int) -> str:
+def _text(found: dict[str, Any], length: int, ramp: str) -> str:
     parts = [
         f"batch {found['global_batch']} sequences = {count_text(found['global_batch_tokens'])} tokens "
         f"({found['global_batch'] / found['reference_batch']:g} × the reference {found['reference_batch']})"
     ]
+    parts += [ramp] if ramp else []
     ways = found["legal"]
     if ways:
         rows = [[str(w["data_parallel"]), str(w["micro_batch"]), str(w["accumulation"])] for w in ways[:24]]

@@ -49,6 +49,8 @@ def _check(arguments: argparse.Namespace) -> None:
     ranks = f" ({mesh.world_size} ranks)" if mesh.world_size > 1 else ""
     print(f"layout: {mesh}{ranks}, zero {resolved.config.parallel.zero}")
     print(f"batch:  {resolved.batch.reason}; {resolved.batch.global_batch_tokens:,} tokens a step")
+    if resolved.course.growths:
+        print(f"        {resolved.course.reason}")
 
 
 def _explain(key: str, as_json: bool) -> None:

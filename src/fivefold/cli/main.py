@@ -13,7 +13,7 @@ COMMANDS = (
     "estimate",
     "plan",
     "batch",
-    "collectives",
+    "comm",
     "validate",
     "train",
     "verify",

@@ -44,6 +44,9 @@ def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
     resolved = resolve_config(config, place.world_size if place else 0)
     check_trainable(resolved)
     require_torch()
+    from fivefold.trainer.compiler import check_compiler
+
+    check_compiler(config.machine)
     if place is None:
         directory = _check_inputs(config, arguments.resume)
         if resolved.mesh.world_size > 1:

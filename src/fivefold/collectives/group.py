@@ -16,6 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Work
 
 from fivefold.collectives.record import Primitive, Progress, Recorder
+from fivefold.collectives.shared_memory.transport import SharedGroup, SharedMemory
 from fivefold.collectives.work import RecordedWork, failure, one_by_one
 
 BACKEND = "fivefold"
@@ -23,8 +24,10 @@ BACKEND = "fivefold"
 Tensors: TypeAlias = Tensor | list[Tensor] | list[list[Tensor]]
 
 
-def register(recorder: Recorder, timeout: timedelta) -> str:
+def register(recorder: Recorder, timeout: timedelta, shared: SharedMemory | None = None) -> str:
     """Makes the backend known to torch; returns its name for `dist.init_process_group`.
+
+    With `shared`, ranks of one host communicate through memory, else all through gloo.
 
     Every group made under that name records into `recorder` and gives up on a collective after `timeout`,
     whatever is passed to the group itself: torch gives the groups of a mesh its own default of 30 minutes.
@@ -41,6 +44,7 @@ def register(recorder: Recorder, timeout: timedelta) -> str:
             options.group_size,
             timeout,
             recorder,
+            shared,
             # torch leaves it empty for the group of all ranks
             options.global_ranks_in_group or list(range(options.group_size)),
         )
@@ -59,7 +63,7 @@ def _recorded(
 
     def collective(group: "RecordingGroup", *args: Any, **kwargs: Any) -> Work:
         size = _bytes(args[counted]) * (len(group.global_ranks) if parts else 1)
-        start = getattr(group._gloo, method)
+        start = getattr(group._transport, method)
         if each:
             return group._run(primitive, size, lambda: one_by_one(start, *args, **kwargs))
         return group._run(primitive, size, lambda: start(*args, **kwargs))
@@ -84,6 +88,7 @@ class RecordingGroup(dist.ProcessGroup):
         size: int,
         timeout: timedelta,
         recorder: Recorder,
+        shared: SharedMemory | None,
         global_ranks: list[int],
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor a subclass can use
@@ -92,7 +97,11 @@ class RecordingGroup(dist.ProcessGroup):
         self.progress = Progress(rank, global_ranks)
         recorder.groups.append(self.progress)
         self._store = store
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._transport: Any
+        if shared is None or size == 1:
+            self._transport = dist.ProcessGroupGloo(store, rank, size, timeout)
+        else:
+            self._transport = shared.connect(store, rank, global_ranks, timeout)
 
     # torch's method                    (primitive, argument counted, gloo's method)
     allreduce = _recorded("all_reduce", 0, "allreduce")
@@ -118,18 +127,22 @@ class RecordingGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, *args: Any, **kwargs: Any) -> Work:
-        return self._run("barrier", 0, lambda: self._gloo.barrier(*args, **kwargs))
+        return self._run("barrier", 0, lambda: self._transport.barrier(*args, **kwargs))
 
     # Point to point: these ranks are ranks within the group.
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803  # torch's keyword
-        return self._run("send", _bytes(tensors), lambda: self._gloo.send(tensors, dstRank, tag), dstRank)
+        return self._run(
+            "send", _bytes(tensors), lambda: self._transport.send(tensors, dstRank, tag), dstRank
+        )
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803
-        return self._run("recv", _bytes(tensors), lambda: self._gloo.recv(tensors, srcRank, tag), srcRank)
+        return self._run(
+            "recv", _bytes(tensors), lambda: self._transport.recv(tensors, srcRank, tag), srcRank
+        )
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
-        return self._run("recv", _bytes(tensors), lambda: self._gloo.recv_anysource(tensors, tag))
+        return self._run("recv", _bytes(tensors), lambda: self._transport.recv_anysource(tensors, tag))
 
     # Identity
 
@@ -164,20 +177,22 @@ class RecordingGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         if device.type != "cpu":
             raise RuntimeError(f"the {BACKEND} backend serves cpu only, not {device.type}")
-        return self._gloo
+        return self._transport
 
     # Gloo cannot abort: it lets go when it is deleted, after the collectives under way. Deleting it here, not
     # when the interpreter ends, is what keeps the end of a process clean.
 
     def shutdown(self) -> None:
-        self._gloo = None
+        if isinstance(self._transport, SharedGroup):
+            self._transport.close()
+        self._transport = None
         if self.progress in self.recorder.groups:
             self.recorder.groups.remove(self.progress)
 
     abort = shutdown
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._gloo.set_timeout(timeout)
+        self._transport.set_timeout(timeout)
 
     def _run(
         self, primitive: Primitive, size: int, start: Callable[[], Work], peer: int | None = None

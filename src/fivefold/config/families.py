@@ -35,6 +35,7 @@ class Family:
     Attributes:
         implied: keys of ours that the family itself decides.
         accepted: keys of theirs that change the mathematics, and the values of them that the decoder computes.
+        alike: pairs of their switches of which the decoder computes both or neither.
         rope_theta: base of the rotary frequencies where the file does not say; 0 = not rotary.
         rope_types: kinds of frequency scaling that are understood (yarn: planned with, as if there were none).
     """
@@ -43,6 +44,7 @@ class Family:
     keys: tuple[Key, ...]
     implied: Table = field(default_factory=dict)
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    alike: tuple[tuple[str, str], ...] = ()
     rope_theta: float = 10000.0
     rope_types: tuple[str, ...] = ("default", "llama3")
 
@@ -73,7 +75,16 @@ def _four_times(key: str) -> Callable[[Table], Any]:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _LLAMA, accepted=_PLAIN),
+    "llama": Family(
+        "LlamaForCausalLM",
+        (
+            *_LLAMA,
+            Key("qkv_bias", ("attention_bias",), False),
+            Key("output_bias", ("mlp_bias",), False),
+        ),
+        accepted={"hidden_act": ("silu",)},
+        alike=(("attention_bias", "mlp_bias"),),  # attention_bias: of its output projection, too
+    ),
     "mistral": Family("MistralForCausalLM", _LLAMA, accepted=_PLAIN | {"sliding_window": (None,)}),
     "qwen2": Family(
         "Qwen2ForCausalLM",

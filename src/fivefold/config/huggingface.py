@@ -89,10 +89,42 @@ def config_json(model: Model) -> Table | None:
     return None
 
 
+def nearest_architecture(model: Model) -> str:
+    """The family that differs from `model` in fewest keys, and which they are, where `config_json` finds none."""
+    ours, found = _flat(_computed(model)), dict[str, list[str]]()
+    for model_type, family in FAMILIES.items():
+        try:
+            theirs = _flat(
+                _computed(msgspec.convert(model_table(_written(model, model_type, family)), Model))
+            )
+        except (ConfigError, msgspec.ValidationError):
+            continue
+        found[family.architecture] = [
+            f"model.{key} = {json.dumps(value)}" for key, value in ours.items() if theirs.get(key) != value
+        ]
+    name = min(found, key=lambda name: len(found[name]))
+    return f"{name} comes nearest, but not with {', '.join(found[name])}"
+
+
+def _flat(model: Model) -> Table:
+    """Values by key; those of a section as "section.key"."""
+    found: Table = {}
+    for name, value in msgspec.to_builtins(model).items():
+        found |= (
+            {f"{name}.{key}": inner for key, inner in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+    return found
+
+
 def _not_computed(theirs: Table, family: Family) -> Iterator[str]:
     for name, values in family.accepted.items():
         if name in theirs and theirs[name] not in values:
             yield _refusal(name, theirs[name], [json.dumps(value) for value in values])
+    for one, other in family.alike:
+        if bool(theirs.get(one)) != bool(theirs.get(other)):
+            yield _refusal(one, theirs.get(one, False), [json.dumps(bool(theirs.get(other)))])
     for key in family.keys:
         given = [name for name in key.theirs if theirs.get(name) is not None]
         if not given and key.default is REQUIRED:

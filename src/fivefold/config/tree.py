@@ -180,8 +180,38 @@ class Parallel(Section, frozen=True):
     ] = "none"
     backend: Annotated[
         Literal["default", "gloo", "shm", "nccl"],
-        Meta(description="Collective backend; default = gloo on CPUs, nccl on NVIDIA GPUs."),
+        Meta(
+            description="Collective backend; default = nccl on NVIDIA GPUs; on CPUs shm (shared memory within a "
+            "host, gloo between hosts) where Linux runs on x86-64, else gloo."
+        ),
     ] = "default"
+    compression: Annotated[
+        Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"],
+        Meta(
+            description="How gradients are summed over replicas; what is not sent is kept and added to the next "
+            "gradient."
+        ),
+    ] = "none"
+    compression_density: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="topk: part of a bucket's elements that a rank sends.")
+    ] = 0.01
+    compression_threshold: Annotated[
+        float,
+        Meta(gt=0.0, description="threshold: how many root mean squares an element must reach to be sent."),
+    ] = 3.0
+    compression_rank: Annotated[
+        int, Meta(ge=1, description="powersgd: columns of the two factors a gradient matrix is sent as.")
+    ] = 4
+
+
+class BatchRamp(Section, frozen=True):
+    """A global batch that grows at the beginning, by equal increments after equal numbers of tokens."""
+
+    start: Annotated[int, Meta(ge=0, description="Sequences of the first steps; 0 = no ramp.")] = 0
+    increment: Annotated[int, Meta(ge=0, description="Sequences by which the batch grows at a time.")] = 0
+    tokens: Annotated[
+        int, Meta(ge=0, description="Tokens consumed when the batch has grown to the global batch.")
+    ] = 0
 
 
 class Batch(Section, frozen=True):
@@ -200,6 +230,7 @@ class Batch(Section, frozen=True):
         int, Meta(ge=1, description="Sequences in one forward and backward of one replica.")
     ] = 1
     sequence_length: Annotated[int, Meta(ge=1, description="Tokens per sequence.")] = 512
+    ramp: Annotated[BatchRamp, Meta(description="Growth of the batch at the beginning.")] = BatchRamp()
 
 
 class Precision(Section, frozen=True):
@@ -226,9 +257,13 @@ class Precision(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """The update rule."""
 
-    name: Annotated[Literal["adamw", "sgd"], Meta(description="AdamW (fused) or SGD with momentum.")] = (
-        "adamw"
-    )
+    name: Annotated[
+        Literal["adamw", "sgd", "muon"],
+        Meta(
+            description="AdamW (fused), SGD with momentum, or Muon: the layers' matrices by Muon, the rest by AdamW, "
+            "with one learning rate."
+        ),
+    ] = "adamw"
     lr: Annotated[float, Meta(gt=0.0, description="Peak learning rate at the reference batch.")] = 3e-4
     lr_scaling: Annotated[
         Literal["none", "linear", "sqrt"],
@@ -239,7 +274,9 @@ class Optimizer(Section, frozen=True):
     ] = 0
     betas: Annotated[tuple[Decay, Decay], Meta(description="AdamW's decay rates.")] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0.0, description="AdamW's denominator offset.")] = 1e-8
-    momentum: Annotated[float, Meta(ge=0.0, lt=1.0, description="SGD's momentum.")] = 0.9
+    momentum: Annotated[
+        float, Meta(ge=0.0, lt=1.0, description="SGD's and Muon's momentum (Muon's usual: 0.95).")
+    ] = 0.9
     weight_decay: Annotated[float, Meta(ge=0.0, description="Decoupled decay of decayed parameters.")] = 0.1
     no_decay: Annotated[
         tuple[Role, ...], Meta(description="Roles of parameters without decay (see `spec.parameters`).")
@@ -379,16 +416,26 @@ class Log(Section, frozen=True):
 
 
 class Machine(Section, frozen=True):
-    """Choices made by measurement on rank 0 at the first start, kept here and re-used on resume."""
+    """How the machine is used; what is measured, on rank 0 at the first start, is kept here and re-used on resume."""
 
     matmul: Annotated[
         Literal["measure", "highest", "high", "medium"],
-        Meta(description="float32 matmul precision handed to torch; measure = fastest with float32's error."),
+        Meta(
+            description="float32 matmul precision handed to torch; measure = fastest with float32's error. On NVIDIA "
+            "GPUs high and medium are TF32."
+        ),
     ] = "measure"
     malloc: Annotated[
         Literal["measure", "default", "keep"],
         Meta(description="keep = glibc keeps freed activations instead of returning them to the kernel."),
     ] = "measure"
+    compile: Annotated[
+        bool,
+        Meta(description="Training runs decoder layers through torch.compile; needs a C++ compiler."),
+    ] = False
+    cudnn_autotune: Annotated[
+        bool, Meta(description="On NVIDIA GPUs cuDNN times its algorithms at the first call of each shape.")
+    ] = False
     peak_flops: Annotated[
         float, Meta(ge=0.0, description="FLOP/s of one rank that MFU is stated against; 0 = measure.")
     ] = 0.0

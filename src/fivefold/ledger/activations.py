@@ -34,7 +34,7 @@ def kept(job: Job, expert: bool) -> Kept:
     core = layer(job, expert).core
     split = job.sequence_split
     streams = rows * model.hidden / split  # elements of the residual stream
-    fused = not _eager(job)
+    fused = not _eager(job) or job.stack.by_hand
     norms = 2 * (streams * (_norm_copies(job, model.norm) + item) + rows / split * _norm_statistics(job))
     if job.stack.keep_gathered:
         norms += 2 * rows * model.hidden * item * (1 - 1 / split)
@@ -52,7 +52,7 @@ def kept(job: Job, expert: bool) -> Kept:
 def _norm_copies(job: Job, norm: str) -> int:
     """Bytes a norm keeps per element of its input: the input itself; an eager RMSNorm two copies, in float32 at
     least."""
-    if not _eager(job) or norm == "layernorm":
+    if not _eager(job) or job.stack.by_hand or norm == "layernorm":
         return job.itemsize
     return 2 * max(4, job.itemsize)
 
@@ -75,7 +75,9 @@ def _projections(job: Job, core: Core) -> float:
         found += rows * item * 2 * (latent.kv_rank + latent.q_rank)  # compressed, and normalised
     if _is_laid_anew(job):
         found += rows * item * values
-    if _eager(job) and job.model.positions == "rotary" and item < 8:  # tables cast for queries and for keys
+    if (
+        _eager(job) and not job.stack.by_hand and job.model.positions == "rotary"
+    ):  # tables cast for queries and for keys
         found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
     if job.model.qk_norm:
         heads = rows * (core.heads + core.kv_heads)
@@ -86,8 +88,10 @@ def _projections(job: Job, core: Core) -> float:
 
 def _is_laid_anew(job: Job) -> bool:
     """Whether the projection keeps a copy of attention's output: the kernel writes it in the layout of its
-    queries, which rotary and norms of heads have made contiguous by head; blocked attention always does."""
-    apart = job.model.positions == "rotary" or job.model.qk_norm or job.stack.attention == "blocked"
+    queries, which rotary and norms of heads have made contiguous by head; blocked attention of whole rows does not."""
+    if job.stack.attention == "blocked":
+        return _eager(job) and job.cp > 1
+    apart = job.model.positions == "rotary" or job.model.qk_norm
     return _eager(job) and apart
 
 

@@ -7,10 +7,13 @@ zero 3 gathers before every forward and every backward. Experts split over the r
 experts.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+from fivefold.ledger.compression import bucket_messages, kept_bytes, touched_bytes
 from fivefold.ledger.job import Job
 from fivefold.ledger.network import Primitive
+from fivefold.ledger.roofline import stream_seconds
 from fivefold.ledger.shards import Share
 from fivefold.ledger.traffic import Row, row
 
@@ -38,6 +41,7 @@ def replica_degrees(job: Job) -> tuple[int, int]:
 def states(job: Job, share: Share) -> States:
     """Bytes of parameters, gradients and optimizer state, each part split as zero says."""
     stack = job.stack
+    kept = kept_bytes(stack.compression, stack.reduce, stack.corrects_momentum)
     compute_copy = stack.compute_copy
     if stack.shard_apart and job.zero in (1, 2) and shard_degrees(job)[0] > 1:
         compute_copy = stack.gather
@@ -54,7 +58,7 @@ def states(job: Job, share: Share) -> States:
     return States(
         _split(job, share, copy, job.zero == 3) + gathered,
         _split(job, share, stack.gradient, job.zero >= 2 and not whole_gradients),
-        _split(job, share, optimizer, job.zero >= 1),
+        _split(job, share, optimizer + kept, job.zero >= 1),
     )
 
 
@@ -105,7 +109,7 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
         ranks = shards * job.dp_replicate
         if ranks > 1:
             axis = "dp_replicate" if job.cp == 1 else "dp_shard_cp"
-            found.append(make(axis, "all_reduce", "gradient", count, whole * stack.reduce, ranks, stride))
+            found += _replica_rows(job, make, axis, count, whole, ranks, stride)
         return found
     axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"
     m = job.microbatches
@@ -122,19 +126,39 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
             found.append(make(axis, "all_gather", phase, count, whole * stack.gather, shards, stride))
         found.append(make(axis, "reduce_scatter", "gradient", each * count, reduced, shards, stride))
     if job.dp_replicate > 1:
-        size = whole // shards * stack.reduce
         outer = job.tp * job.cp * job.dp_shard
-        found.append(make("dp_replicate", "all_reduce", "gradient", count, size, job.dp_replicate, outer))
+        found += _replica_rows(job, make, "dp_replicate", count, whole // shards, job.dp_replicate, outer)
     return found
+
+
+def _replica_rows(
+    job: Job, make: Callable[..., Row], axis: str, count: int, elements: int, ranks: int, stride: int
+) -> list[Row]:
+    """The sum of gradients over replicas, in one piece or compressed (then in memory passes, too)."""
+    stack, how = job.stack, job.stack.compression
+    if how.method == "none":
+        return [make(axis, "all_reduce", "gradient", count, elements * stack.reduce, ranks, stride)]
+    each = -(-elements // count)
+    found = [
+        make(axis, primitive, "gradient", count, count * size, ranks, stride)
+        for primitive, size in bucket_messages(how, job.model, each, stack.reduce, ranks)
+    ]
+    coding = stream_seconds(elements * touched_bytes(how), job.hardware.device, job.physics)
+    first = found[0]
+    text = f"{how.method} codes of the {first.formula}, with {coding * 1e3:.3g} ms of coding"
+    return [
+        first._replace(seconds=first.seconds + coding, exposed_seconds=first.seconds + coding, formula=text),
+        *found[1:],
+    ]
 
 
 def agreements(job: Job) -> list[Row]:
     """What every rank must know before it acts, in float64: the token count with two flags (stop, save ended);
-    the loss and the squared norm, with the choices of every expert where a selection bias follows them."""
+    the loss and the squared norm, with the choices of every expert."""
     if job.world_size == 1:
         return []
     group = job.spread(job.world_size, 1)
-    choices = job.model.layers * job.model.experts.count if job.model.experts.router_bias else 0
+    choices = job.model.layers * job.model.experts.count
     text = "8 B a number: token count, stop, save ended; loss, squared norm"
     text += f", {choices} expert counts" if choices else ""
     size = (24.0 + 16.0 + 8.0 * choices) / 2
@@ -163,7 +187,8 @@ def exposed(job: Job, found: list[Row], forward: float, backward: float) -> list
     result = []
     for item in found:
         reducing = item.phase == "gradient"
-        if not (job.stack.overlap_gradients if reducing else job.stack.overlap_parameters):
+        overlaps = job.stack.overlap_gradients and job.stack.compression.method == "none"
+        if not (overlaps if reducing else job.stack.overlap_parameters):
             result.append(item)
             continue
         own = item.seconds / total[item.phase] if total[item.phase] else 0.0

@@ -22,7 +22,10 @@ def layer_rows(job: Job) -> list[Row]:
     """One expert layer's traffic of one micro-batch."""
     if job.ep == 1:
         return []
-    size = routed_rows(job) * job.imbalance * job.model.hidden * job.itemsize
+    rows = (
+        routed_rows(job) * job.micro_batch * job.sequence_length / (job.cp * job.tokens)
+    )  # the mean over cp
+    size = rows * job.imbalance * job.model.hidden * job.itemsize
     if job.stack.dispatch_once:
         size *= ranks_per_token(job) / job.model.experts.top_k
     sizes = 8.0 * job.model.experts.count

@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from msgspec import Struct
 from fivefold.config.errors import ConfigError, did_you_mean
 from fivefold.config.load import preset_names
 from fivefold.config.tree import Cluster
+from fivefold.ledger.programs.steps import Link
 
 
 class Device(Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +67,31 @@ class Network(Struct, frozen=True, forbid_unknown_fields=True):
     oversubscription: float = 1.0
 
 
+class Measured(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A collective as `fivefold comm calibrate` found it: T = latency + S/bandwidth, S in bytes as the ledger counts
+    them; bytes beyond `knee` at `far_bandwidth`. Fitted from `smallest` to `largest` bytes.
+
+    `local` ranks on each of `hosts` hosts take part; `error` is the median relative error on sizes that the
+    fit has not seen.
+    """
+
+    primitive: str
+    backend: str
+    local: int
+    hosts: int
+    latency: float
+    bandwidth: float
+    smallest: float
+    largest: float
+    error: float
+    knee: float = inf
+    far_bandwidth: float = inf
+
+    @property
+    def link(self) -> Link:
+        return Link(self.latency, self.bandwidth, self.knee, self.far_bandwidth)
+
+
 class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     """A cluster of equal nodes."""
 
@@ -74,6 +101,7 @@ class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     sources: Mapping[str, str] = {}
     nodes: int = 1
     price: float = 0.0  # of one device for one hour
+    measured: tuple[Measured, ...] = ()  # where one fits, it stands in place of the model
 
     def __hash__(self) -> int:
         return hash((self.device, self.node, self.network, self.nodes))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fivefold.config.tree import Model
+from fivefold.ledger.compression import Compression
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.physics import Physics
 from fivefold.spec import schedules
@@ -18,8 +19,9 @@ class Stack:
 
     Attributes:
         attention: scores in memory; FlashAttention-2; the vendor's newest kernel (cuDNN, FA3); or blocks of
-            queries that keep their probabilities (nn/blocked_attention.py, CPUs).
+            queries that keep their probabilities (nn/causal_attention.py, CPUs).
         fused: norms and activations are one kernel each and keep only their inputs.
+        by_hand: eager, but norms, SwiGLU and rotary keep only their inputs (nn/by_hand.py).
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
@@ -60,10 +62,13 @@ class Stack:
             elements).
         graphs: kernels are launched as recorded graphs, not one by one by the host.
         scatter_messages: pipeline messages are split over tp even without sequence parallel.
+        corrects_momentum: sparse compression keeps the momentum that the optimizer then does not.
+        compression: how gradients are summed over replicas.
     """
 
     attention: Attention = "flash"
     fused: bool = False
+    by_hand: bool = False
     compiled: bool = False
     dropout: bool = False
     compute_copy: int = 2
@@ -93,6 +98,8 @@ class Stack:
     bucket_bytes: float = 0.0
     graphs: bool = False
     scatter_messages: bool = False
+    corrects_momentum: bool = False
+    compression: Compression = field(default_factory=lambda: Compression("none"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import Literal, NamedTuple
 
-from fivefold.ledger.hardware import Hardware
+from fivefold.ledger.hardware import Hardware, Measured
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.programs import halving, ring, tree
 from fivefold.ledger.programs.steps import Link, seconds
@@ -26,6 +26,7 @@ class Wires(NamedTuple):
     between: Link
     in_network: bool
     ramp: float  # bytes at which a collective between nodes reaches half of its bandwidth
+    measured: tuple[Measured, ...] = ()
 
 
 def wires(hardware: Hardware, physics: Physics) -> Wires:
@@ -33,7 +34,7 @@ def wires(hardware: Hardware, physics: Physics) -> Wires:
     network = hardware.network
     between = Link(network.latency, network.bandwidth / network.oversubscription)
     inside = Link(hardware.node.latency, hardware.node.bandwidth)
-    return Wires(inside, between, hardware.node.in_network, physics.collective_ramp)
+    return Wires(inside, between, hardware.node.in_network, physics.collective_ramp, hardware.measured)
 
 
 def wire_bytes(primitive: str, size: float, ranks: int) -> float:
@@ -48,6 +49,9 @@ def collective_seconds(primitive: Primitive, size: float, local: int, domains: i
     """Time of one collective on `size` bytes (as the ledger counts them) over local · domains ranks."""
     if local * domains == 1 or size == 0:
         return 0.0
+    for found in on.measured:
+        if (found.primitive, found.local, found.hosts) == (primitive, local, domains):
+            return found.link.seconds(size)
     if primitive == "send":
         link = on.between if domains > 1 else on.inside
         return link.latency + size / link.bandwidth
@@ -63,7 +67,7 @@ def algorithms(primitive: Primitive, size: float, ranks: int, on: Wires) -> Mapp
     if primitive == "all_reduce":
         found = {
             "ring": seconds(ring.all_reduce(ranks), size, link),
-            "double tree": tree.all_reduce_seconds(ranks, size, link),
+            "double-tree": tree.all_reduce_seconds(ranks, size, link),
             "halving-doubling": halving.all_reduce_seconds(ranks, size, link),
         }
         if on.in_network and ranks > 4:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from fivefold.config.tree import Model
-from fivefold.nn.blocked_attention import blocked_causal_attention
+from fivefold.nn.by_hand import by_hand
+from fivefold.nn.causal_attention import blocked_causal_attention
+from fivefold.nn.norm import RMSNorm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.region import Projection
 from fivefold.nn.rotary import Rotary, apply_rotary
@@ -69,8 +71,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
         `[batch, heads, sequence, head_dim]`.
     """
     batch, heads, sequence, head_dim = query.shape
-    exact = query.dtype in (torch.float32, torch.float64)
-    if query.device.type == "cpu" and exact and sequence <= KEPT_SEQUENCE:
+    if by_hand(query) and sequence <= KEPT_SEQUENCE:
         return blocked_causal_attention(query, key, value, segments.documents)
     if segments.documents is None:
         return _flash(query, key, value)
@@ -119,8 +120,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
         if model.qk_norm:
-            self.query_norm: nn.Module = nn.RMSNorm(model.head_dim, eps=model.norm_eps)
-            self.key_norm: nn.Module = nn.RMSNorm(model.head_dim, eps=model.norm_eps)
+            self.query_norm: nn.Module = RMSNorm(model.head_dim, eps=model.norm_eps)
+            self.key_norm: nn.Module = RMSNorm(model.head_dim, eps=model.norm_eps)
         else:
             self.query_norm = self.key_norm = nn.Identity()
         self.output = Projection(queries, model.hidden, bias=model.output_bias)

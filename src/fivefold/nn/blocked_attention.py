@@ -1,4 +1,5 @@
-"""Causal attention in blocks of queries that see only the keys up to their end, or of any queries to any keys.
+"""Pieces of attention, as context parallelism has them: blocks of queries that see only the keys up to their end, or
+any queries and any keys. Whole rows: `causal_attention.py`.
 
 Half the work of a full score matrix, all of it in batched matrix products. The probabilities are kept for
 backward, which on CPUs is about twice as fast as torch's flash kernel that computes them again; or they are
@@ -8,38 +9,15 @@ computed again here too, from the logarithm of their normaliser, where they woul
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _BLOCK = 128
 """Queries in a block."""
 _BLOCK_ELEMENTS = 1 << 24
 """Scores of a block, where they are not kept: batch rows and heads are taken in runs that stay below."""
-
-
-def blocked_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None
-) -> Tensor:
-    """Softmax attention of each position to itself and those before it in its document.
-
-    Keeps (T² + 128·T) / 2 probabilities per head for backward, for sequence length T.
-
-    Args:
-        query: `[batch, heads, sequence, head_dim]`.
-        key: `[batch, kv_heads, sequence, head_dim]`, as is value; query head h reads KV head
-            h · kv_heads / heads.
-        documents: `[batch, sequence]`, the document each position is in; None = one a row.
-
-    Returns:
-        `[batch, heads, sequence, head_dim]`.
-    """
-    kv_heads = key.shape[1]
-    rows = per_head(documents, kv_heads)
-    out: Tensor = _BlockedCausal.apply(grouped(query, kv_heads), key.flatten(0, 1), value.flatten(0, 1), rows)  # type: ignore[no-untyped-call]
-    return out.view(query.shape)
 
 
 def grouped(query: Tensor, kv_heads: int) -> Tensor:
@@ -222,26 +200,3 @@ def _add_slopes(
 def _rows(left: Tensor, right: Tensor) -> Tensor:
     """`[n, group, rows, a]` times `[n, a, b]` → `[n, group, rows, b]`, as one batched product."""
     return torch.bmm(left.flatten(1, 2), right).view(*left.shape[:3], right.shape[-1])
-
-
-class _BlockedCausal(torch.autograd.Function):
-    """query `[n, group, sequence, head_dim]`, key and value `[n, sequence, head_dim]`, documents
-    `[n, sequence]` or None."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        ctx.visible = Visible(True, documents, documents)
-        out, kept = torch.empty_like(query, memory_format=torch.contiguous_format), []
-        for block in _blocks(query, key, ctx.visible, True):
-            kept.append(_scores(query, key, ctx.visible, block).softmax(dim=-1))
-            out[block.at] = _rows(kept[-1], value[block.seen])
-        ctx.save_for_backward(query, key, value, out, *kept)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, *kept = ctx.saved_tensors
-        mean = (slope * out).sum(dim=-1, keepdim=True)  # Σ_j p_ij · dp_ij
-        slopes = attend_backward(query, key, value, ctx.visible, kept, slope, mean)
-        return *slopes, None

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from fivefold.config.tree import Model
 from fivefold.nn.attention import Attention, Segments
+from fivefold.nn.dropout import drop, site_keys, site_number, token_keys
 from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
+from fivefold.nn.inputs import Inputs
 from fivefold.nn.loss import carrying, cross_entropy_sum, with_gradient_of
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
@@ -25,6 +27,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, model: Model, index: int, recompute: Recompute) -> None:
         super().__init__()
+        self.index, self.dropout = index, model.dropout
         self.attention_norm = make_norm(model)
         self.attention = Attention(model, recompute)
         self.feed_forward_norm = make_norm(model)
@@ -33,25 +36,46 @@ class DecoderLayer(nn.Module):
         else:
             self.feed_forward = make_feed_forward(model, model.ffn)
         self.run = recompute.layer(self._run)
+        self.compiled: Callable[..., tuple[Tensor, Routing | None]] | None = None
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, segments: Segments, region: Region = WHOLE
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        segments: Segments,
+        region: Region = WHOLE,
+        keys: Tensor | None = None,
     ) -> tuple[Tensor, Routing | None]:
         """`x` and the first result: the residual stream, `[batch, sequence, hidden]` or as `region` holds it;
-        the second only if it routes."""
-        return self.run(x, rotary, segments, region)
+        the second only if it routes.
+
+        Args:
+            keys: `dropout.token_keys` of the stream's tokens; None = no dropout.
+        """
+        sites = [
+            None if keys is None else site_keys(keys, site_number(self.index, branch)) for branch in (0, 1)
+        ]
+        run = self.compiled if self.compiled is not None and torch.is_grad_enabled() else self.run
+        return run(x, rotary, segments, region, *sites)
 
     def _run(
-        self, x: Tensor, rotary: Rotary | None, segments: Segments, region: Region
+        self,
+        x: Tensor,
+        rotary: Rotary | None,
+        segments: Segments,
+        region: Region,
+        attention_keys: Tensor | None,
+        feed_forward_keys: Tensor | None,
     ) -> tuple[Tensor, Routing | None]:
         inner = region.enter(self.attention_norm(x))
-        x = x + region.leave(self.attention(inner, rotary, segments))
+        branch = region.leave(self.attention(inner, rotary, segments))
+        x = x + drop(branch, attention_keys, self.dropout)
         inner, routing = region.enter(self.feed_forward_norm(x)), None
         if hasattr(self, "experts"):
             inner, routing = self.experts(inner)
         else:
             inner = self.feed_forward(inner)
-        return x + region.leave(inner), routing
+        return x + drop(region.leave(inner), feed_forward_keys, self.dropout), routing
 
 
 class Decoder(nn.Module):
@@ -122,11 +146,8 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        segments: Segments,
-        labels: Tensor | None = None,
+        inputs: Inputs,
         tokens_per_sequence: float = 0.0,
-        positions: Tensor | None = None,
         *,
         stage: Stage | None = None,
         stream: Tensor | None = None,
@@ -139,31 +160,32 @@ class Decoder(nn.Module):
         `tokens_per_sequence` times.
 
         Args:
-            tokens: `[batch, sequence]`, int64.
-            segments: the documents packed in `tokens`.
-            labels: `[batch, sequence]`, int64; `loss.IGNORED` is not counted.
             tokens_per_sequence: counted tokens of the whole global batch per sequence of it; on a stage that is not
                 the last, times the factor that the loss is given before backward.
-            positions: `[sequence]`, int64, places of the tokens in their sequence, where this rank has only a part
-                of it; None = 0, 1, 2, ….
             stage: what to compute, one of `stages`; None = the only one.
             stream: what the stage before returned; the first has none.
 
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`, or `[batch, sequence, hidden]`.
         """
+        tokens, labels, positions = inputs.tokens, inputs.labels, inputs.row_positions()
         stage = stage or self.stages[0]
         region = self.region_of((tokens.shape[0], tokens.shape[1]))
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self._embedded(tokens, positions, region) if stream is None else stream
+        keys = None
+        if self.model.dropout and inputs.dropout_key is not None:
+            keys = region.own(token_keys(inputs.dropout_key, inputs.row_numbers(), positions))
+        if stream is None:
+            x = self._embedded(tokens, positions, region)
+            x = drop(x, None if keys is None else site_keys(keys, 0), self.model.dropout)
+        else:
+            x = stream
         rotary = rotary_table(self.model, positions) if self.model.positions == "rotary" else None
         routings: dict[str, Routing] = {}
         for index in map(str, stage.layers):
-            x, routing = self.layers[index](x, rotary, segments, region)
+            x, routing = self.layers[index](x, rotary, inputs.segments, region, keys)
             if routing is not None:
                 routings[index] = routing
-        if labels is not None and torch.is_grad_enabled() and self.model.experts.router_bias:
+        if labels is not None and torch.is_grad_enabled() and self.model.experts.count:
             self._count(routings, tokens.device)
         auxiliary = self._auxiliary(routings, tokens_per_sequence)
         if not stage.last:
@@ -174,14 +196,23 @@ class Decoder(nn.Module):
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
         return loss if auxiliary is None else with_gradient_of(loss, auxiliary)
 
-    def take_counts(self) -> list[float]:
-        """How often each expert of each layer was chosen since this was last asked, for `balance`.
+    def compile_layers(self) -> None:
+        """Training passes, whose shapes stay, go through torch.compile; all layers share what it makes.
+        Evaluation and generation do not."""
+        for layer in self.layers.values():
+            assert isinstance(layer, DecoderLayer)
+            layer.compiled = torch.compile(layer.run, dynamic=False)
 
-        Empty where no selection bias needs it. Forwards without a gradient, and what backward recomputes, are
-        not counted.
+    def take_counts(self) -> list[float]:
+        """How often each expert of each layer was chosen since this was last asked, layer by layer.
+
+        0 for layers without experts, or of other stages; empty for a model without any. Forwards without a gradient,
+        and what backward recomputes, are not counted.
         """
         counts, self._counts = self._counts, None
-        return [] if counts is None else counts.flatten().double().tolist()
+        if counts is None:
+            return [0.0] * (self.model.layers * self.model.experts.count)
+        return counts.flatten().double().tolist()
 
     @torch.no_grad()
     def balance(self, counts: list[float]) -> None:

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.tree import Model
-from fivefold.nn.feed_forward import make_feed_forward
-from fivefold.nn.grouped import GroupedLinear
+from fivefold.nn.feed_forward import make_feed_forward, swiglu
+from fivefold.nn.grouped import GroupedLinear, copied_in_order
 from fivefold.nn.router import Choice, Router, Routing
 
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -54,13 +53,13 @@ class Experts(nn.Module):
         tokens, top_k = choice.experts.shape
         by_expert = choice.experts.flatten().argsort(stable=True)
         counts = choice.routing.counts
-        rows = x.repeat_interleave(top_k, dim=0)[by_expert]
-        rows = self.exchange(self._compute, rows, counts)
         back = torch.empty_like(by_expert)
         back[by_expert] = torch.arange(len(by_expert), device=x.device)
-        weighted: Tensor = rows[back].view(tokens, top_k, x.shape[1]) * choice.weights.unsqueeze(-1)
+        rows = copied_in_order(x, by_expert, back, top_k)
+        rows = copied_in_order(self.exchange(self._compute, rows, counts), back, by_expert)
+        weighted: Tensor = rows.view(tokens, top_k, x.shape[1]) * choice.weights.unsqueeze(-1)
         return weighted.sum(dim=1)
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """As `Compute`, for the experts that this rank has."""
-        return self.down(F.silu(self.gate(rows, counts)) * self.up(rows, counts), counts)  # type: ignore[no-any-return]
+        return self.down(swiglu(self.gate(rows, counts), self.up(rows, counts)), counts)  # type: ignore[no-any-return]

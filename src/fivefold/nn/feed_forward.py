@@ -2,17 +2,44 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fivefold.config.tree import Model
+from fivefold.nn.by_hand import by_hand
 from fivefold.nn.region import Projection
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, of one shape."""
+    if by_hand(gate):
+        return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
+    return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its two inputs; the activation is computed again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        gate_slope = torch.ops.aten.silu_backward(slope * up, gate)
+        return gate_slope, F.silu(gate).mul_(slope)
 
 
 class GatedFeedForward(nn.Module):
@@ -26,7 +53,7 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        return self.down(swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
 
 
 class PlainFeedForward(nn.Module):

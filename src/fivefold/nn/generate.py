@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.nn.attention import Segments
+from fivefold.nn.inputs import Inputs
 
 
 @torch.no_grad()
@@ -52,7 +53,7 @@ def next_logits(decoder: nn.Module) -> Callable[[Sequence[int]], Tensor]:
 
     def after(tokens: Sequence[int]) -> Tensor:
         window = torch.tensor([list(tokens)], device=device)
-        logits: Tensor = decoder(window, Segments((len(tokens),)))
+        logits: Tensor = decoder(Inputs(window, Segments((len(tokens),))))
         return logits[0, -1]
 
     return after

@@ -1,8 +1,11 @@
 """Matrix products of rows that are grouped by expert, each group with its expert's matrix."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -32,6 +35,40 @@ def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _together(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     ends = counts.cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+class _Chosen(torch.autograd.Function):
+    """Keeps two lists of numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x.index_select(0, order // copies if copies > 1 else order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        rows = slope.index_select(0, back)
+        return (
+            rows.view(-1, ctx.copies, rows.shape[1]).sum(dim=1) if ctx.copies > 1 else rows,
+            None,
+            None,
+            None,
+        )
+
+
+def copied_in_order(x: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    """Each row of `x` `copies` times, in another order. The backward gathers too: torch's own scatters element by
+    element on CPUs.
+
+    Args:
+        x: `[rows, hidden]`.
+        order: `[rows · copies]`: for each row of the result which copy it is; copy c is of row c // copies.
+        back: the inverse of `order`: where each copy has gone.
+    """
+    return _Chosen.apply(x, order, back, copies)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class GroupedLinear(nn.Module):

@@ -70,15 +70,22 @@ class _CrossEntropySum(torch.autograd.Function):
             rows, mine = shard.local(labels[chunk]) if shard else (labels[chunk].where(counted, 0), counted)
             rows = rows.unsqueeze(1)
             logits = (hidden[chunk] @ weight.T).to(exact)
-            normalizer, wanted = _normalizer_and_wanted(logits, rows, mine, shard)
+            highest = (
+                logits.amax(dim=1) if logits.shape[1] else logits.new_full(logits.shape[:1], float("-inf"))
+            )
+            wanted = _wanted(logits, rows, mine)
+            powers = logits.sub_(highest.unsqueeze(1)).exp_()
+            normalizer = highest + powers.sum(dim=1).log()
+            if shard is not None:
+                normalizer, wanted = _over_ranks(normalizer, wanted, shard)
             loss += (normalizer - wanted).where(counted, 0.0).sum()
             if hidden_gradient is None or weight_gradient is None:
                 continue
             # d loss / d logits = softmax − one-hot, zero where the token is not counted
-            slope = logits.sub_(normalizer.unsqueeze(1)).exp_()
+            slope = powers.mul_((highest - normalizer).exp_().where(counted, 0.0).unsqueeze(1))
             if slope.shape[1]:
-                slope.scatter_add_(1, rows, -mine.unsqueeze(1).to(exact))
-            slope = slope.mul_(counted.unsqueeze(1)).to(weight.dtype)
+                slope.scatter_add_(1, rows, -(mine & counted).unsqueeze(1).to(exact))
+            slope = slope.to(weight.dtype)
             hidden_gradient[chunk] = slope @ weight
             if exact == weight.dtype:
                 weight_gradient.addmm_(slope.T, hidden[chunk])
@@ -106,19 +113,17 @@ def _chunks(tokens: int, vocabulary_rows: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tokens, size))
 
 
-def _normalizer_and_wanted(
-    logits: Tensor, rows: Tensor, mine: Tensor, shard: VocabularyShard | None
-) -> tuple[Tensor, Tensor]:
-    """log Σ exp of each token's logits over the whole vocabulary, and its label's logit; each `[tokens]`.
+def _wanted(logits: Tensor, rows: Tensor, mine: Tensor) -> Tensor:
+    """Each token's logit of its label, `[tokens]`; −∞ where this rank does not hold it."""
+    nowhere = logits.new_full(mine.shape, float("-inf"))
+    return logits.gather(1, rows).squeeze(1).where(mine, nowhere) if logits.shape[1] else nowhere
+
+
+def _over_ranks(normalizer: Tensor, wanted: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """log Σ exp of each token's logits, and its label's logit, over the whole vocabulary; each `[tokens]`.
 
     A label that no rank holds has −∞ for its logit, so the loss is not finite and the step is not taken.
     """
-    normalizer = logits.logsumexp(dim=1)
-    wanted = torch.full_like(normalizer, float("-inf"))
-    if logits.shape[1]:
-        wanted = logits.gather(1, rows).squeeze(1).where(mine, wanted)
-    if shard is None:
-        return normalizer, wanted
     normalizers, wanteds = shard.gather(torch.stack((normalizer, wanted))).unbind(dim=1)
     return normalizers.logsumexp(dim=0), wanteds.amax(dim=0)
 

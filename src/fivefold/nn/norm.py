@@ -1,12 +1,57 @@
 """Normalisation of the residual stream."""
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fivefold.config.tree import Model
+from fivefold.nn.by_hand import by_hand
 
 
 def make_norm(model: Model) -> nn.Module:
     """The model's norm over its hidden width: RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016)."""
     if model.norm == "rmsnorm":
-        return nn.RMSNorm(model.hidden, eps=model.norm_eps)
+        return RMSNorm(model.hidden, eps=model.norm_eps)
     return nn.LayerNorm(model.hidden, eps=model.norm_eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """weight · x / √(mean(x²) + eps), as torch's; torch has no kernel for it on CPUs (for LayerNorm it has)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` and the result: `[…, hidden]`."""
+        if by_hand(x) and x.dtype == self.weight.dtype:
+            return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
+        return super().forward(x)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps its input and one number a row.
+
+    Holds a weight gradient, so a pipeline schedule that splits backward runs it twice: a few passes over
+    the stream, little beside a layer's products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+        ctx.save_for_backward(x, weight, inverse)
+        out: Tensor = (x * inverse).mul_(weight)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse = ctx.saved_tensors
+        rows, incoming = x.reshape(-1, x.shape[-1]), slope.reshape(-1, x.shape[-1])
+        factors = inverse.reshape(-1)
+        product = incoming * rows
+        weight_slope = product.T.mv(factors)
+        # Σ_j slope_j · weight_j · x_j of each row, over hidden and the mean square: how much of x to take away
+        along = product.mv(weight).mul_(factors.square()).div_(x.shape[-1])
+        result = torch.mul(incoming, weight, out=product)
+        result.addcmul_(rows, along.unsqueeze(1), value=-1.0).mul_(factors.unsqueeze(1))
+        return result.view(x.shape), weight_slope, None

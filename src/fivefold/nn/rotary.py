@@ -1,11 +1,14 @@
 """Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3."""
 
 from math import pi
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fivefold.config.tree import Model, RopeScaling
+from fivefold.nn.by_hand import by_hand
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, each `[sequence, head_dim / 2]`."""
@@ -24,12 +27,44 @@ def rotary_table(model: Model, positions: Tensor) -> Rotary:
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) of `x` `[..., sequence, head_dim]`, in at least float32."""
+    """Turns the pairs (i, i + head_dim / 2) of `x` `[batch, heads, sequence, head_dim]`, in at least float32."""
+    if by_hand(x):
+        return _Turned.apply(x, *rotary)  # type: ignore[no-any-return,no-untyped-call]
     compute = torch.promote_types(x.dtype, torch.float32)
     cosine, sine = (table.to(compute) for table in rotary)
     first, second = x.to(compute).chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.to(x.dtype)
+
+
+class _Turned(torch.autograd.Function):
+    """Keeps nothing but the tables: backward turns the other way.
+
+    The result is laid out by heads, as attention reads it; the gradient by positions, as projections read it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turn(x, cosine, sine, x.new_empty(x.shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        batch, heads, sequence, head_dim = slope.shape
+        out = slope.new_empty(batch, sequence, heads, head_dim).transpose(1, 2)
+        return _turn(slope, cosine, -sine, out), None, None
+
+
+def _turn(x: Tensor, cosine: Tensor, sine: Tensor, out: Tensor) -> Tensor:
+    """Into `out`, which is not `x`."""
+    cosine, sine = cosine.to(x.dtype), sine.to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    first_out, second_out = out.chunk(2, dim=-1)
+    torch.mul(first, cosine, out=first_out).addcmul_(second, sine, value=-1.0)
+    torch.mul(second, cosine, out=second_out).addcmul_(first, sine)
+    return out
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
+from fivefold.config.tree import Experts, Model
 
 
 class Routing(NamedTuple):
@@ -41,13 +41,14 @@ class Router(nn.Linear):
     A selection bias is added for the choice and for nothing else (DeepSeek-V3 2024, §2.1.2).
 
     `sum_choices` adds up how often each expert was chosen in each sequence, `[batch, experts]`, over the ranks that
-    hold parts of these sequences; asked only where there is an auxiliary loss.
+    hold parts of these sequences; asked only where there is an auxiliary loss. `pick` chooses by the scores.
     """
 
     def __init__(self, model: Model) -> None:
         super().__init__(model.hidden, model.experts.count, bias=False)
         self.options = model.experts
         self.sum_choices: Callable[[Tensor], Tensor] = unchanged
+        self.pick: Callable[[Tensor, int], Tensor] = highest
 
     def choose(self, x: Tensor, selection_bias: Tensor | None = None) -> Choice:
         """`x`: `[batch, sequence, hidden]`; `selection_bias`: `[experts]`."""
@@ -56,7 +57,9 @@ class Router(nn.Linear):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(dim=-1) if options.router == "softmax" else logits.sigmoid()
         wanted = scores if selection_bias is None else scores + selection_bias
-        experts = wanted.topk(options.top_k, dim=-1).indices
+        if options.groups > 1:
+            wanted = limited(wanted, options)
+        experts = self.pick(wanted, options.top_k)
         weights = scores.gather(-1, experts)
         if options.normalize_top_k:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -66,6 +69,26 @@ class Router(nn.Linear):
         unbalanced = imbalance(scores, experts, self.sum_choices) if counted else scores.new_zeros(())
         routing = Routing(unbalanced, counts)
         return Choice(experts.flatten(0, 1), weights.flatten(0, 1), routing)
+
+
+def limited(wanted: Tensor, options: Experts) -> Tensor:
+    """The scores, −∞ outside of each token's best groups (DeepSeek-V3 2024, §2.1.2).
+
+    A group counts for the sum of its highest top_k / top_groups scores.
+
+    Args:
+        wanted: `[..., experts]`, neighbouring experts in a group.
+    """
+    grouped = wanted.view(*wanted.shape[:-1], options.groups, -1)
+    each = max(1, options.top_k // options.top_groups)
+    best = grouped.topk(each, dim=-1).values.sum(dim=-1).topk(options.top_groups, dim=-1).indices
+    outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).view(wanted.shape)
+
+
+def highest(wanted: Tensor, count: int) -> Tensor:
+    """The `count` experts of highest score, `[..., experts]` → `[..., count]`."""
+    return wanted.topk(count, dim=-1).indices
 
 
 def unchanged(choices: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ class StepMetrics:
         mfu: model FLOP/s as a part of the peak, in [0, 1]; None when no peak is known.
         loss_scale: fp16's loss scale; None for every other precision.
         skipped: the update was not applied, because the gradient was not finite.
+        expert_load: choices of the busiest expert over the mean of its layer (1 = balanced), the worst layer's; None
+            without experts.
         traffic: bytes per rank (ledger convention) that collectives moved in this step, by axis.
     """
 
@@ -43,6 +45,7 @@ class StepMetrics:
     mfu: float | None = None
     loss_scale: float | None = None
     skipped: bool = False
+    expert_load: float | None = None
     traffic: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -69,6 +72,7 @@ class StepMetrics:
             "memory_bytes": self.memory_bytes,
             "loss_scale": self.loss_scale,
             "skipped": self.skipped,
+            "expert_load": self.expert_load,
             "seconds": dict(self.seconds),
             "traffic": dict(self.traffic),
         }

@@ -158,10 +158,11 @@ def _layout_facts(mesh: Mesh, parallel: Parallel) -> list[str]:
 
 
 def _batch(resolved: Resolved) -> str:
-    plan = resolved.batch
+    plan, course = resolved.batch, resolved.course
     return (
         f"{plan.global_batch:,} sequences × {plan.sequence_length:,} tokens = "
         f"{plan.global_batch_tokens:,} tokens a step\n{plan.reason}"
+        + (f"\n{course.reason}" if course.growths else "")
     )
 
 
@@ -184,8 +185,9 @@ def _lr_course(resolved: Resolved) -> str:
     schedule, rate = resolved.config.schedule, resolved.learning_rate
     warmup = "no warmup"
     if rate.warmup_tokens:
+        tokens = f"{count_text(rate.warmup_tokens)} tokens"
         steps = f"{rate.warmup_tokens / resolved.batch.global_batch_tokens:,.1f}".removesuffix(".0")
-        warmup = f"warmup {steps} steps ({count_text(rate.warmup_tokens)} tokens)"
+        warmup = f"warmup {tokens}" if resolved.course.growths else f"warmup {steps} steps ({tokens})"
     last = lr_text(rate.peak * schedule.min_lr_fraction)
     then = {
         "constant": "then constant",
@@ -198,7 +200,7 @@ def _lr_course(resolved: Resolved) -> str:
 
 def _data(facts: StartFacts) -> str:
     config = facts.resolved.config
-    wanted = config.run.steps * facts.resolved.batch.global_batch_tokens
+    wanted = facts.resolved.learning_rate.total_tokens
     sources = [_source(each) for each in facts.sources]
     passes = [f"{each.passes:.2f} passes over" for each in facts.sources]
     if len(sources) > 1:

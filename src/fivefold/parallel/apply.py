@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fivefold.collectives.compression import compressor
+from fivefold.ledger.compression import compression_of, corrected_momentum
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.generate import next_logits
 from fivefold.parallel.bucket import Bucket, Division
@@ -18,7 +20,7 @@ from fivefold.parallel.pipeline import Pipeline, Samples, TiedCopy, rank_stages
 from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
 from fivefold.spec.legal import Resolved
 from fivefold.spec.parameters import Parameter, parameters
-from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim
+from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim, tensor_copies
 from fivefold.spec.stages import is_tied_apart
 
 
@@ -28,7 +30,6 @@ class ParallelModel:
 
     Attributes:
         parameters: what this rank keeps and updates.
-        sequences: of the whole global batch, over which the auxiliary loss is a mean.
         counts_tokens: whether this rank is the one, of all that read the same tokens, that counts them.
         counts_results: whether it is the one, of all that compute the same results, that adds them to sums over the
             run.
@@ -39,7 +40,6 @@ class ParallelModel:
     data: DataParallel
     parameters: list[LocalParameter]
     partial: PartialGradients
-    sequences: int
     counts_tokens: bool
     counts_results: bool
     pipeline: Pipeline | None = None
@@ -56,9 +56,7 @@ class ParallelModel:
     def evaluate(self, micro_batches: Sequence[Samples]) -> float:
         """The summed loss of this rank's micro-batches; under a pipeline, on the last stage's rank, else 0."""
         if self.pipeline is None:
-            losses = [
-                self.module(b.tokens, b.segments, b.labels, positions=b.positions) for b in micro_batches
-            ]
+            losses = [self.module(batch.inputs) for batch in micro_batches]
         else:
             with self.data.gathered():
                 losses = self.pipeline.forward(micro_batches)
@@ -99,6 +97,8 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         initialize(parameter, config.run.seed)
     _zero_buffers(decoder, master_dtype(config.precision), device)
     data.updated()
+    if config.machine.compile:
+        decoder.compile_layers()
     pipeline = tied_copy = None
     if groups.pp is not None:
         count, dtype = resolved.batch.accumulation, compute_dtype(config.precision)
@@ -112,7 +112,6 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         data,
         held,
         PartialGradients(resolved, groups, held),
-        resolved.batch.global_batch,
         counts_tokens=at["tp"] == at["pp"] == 0,
         counts_results=at["tp"] == 0,
         pipeline=pipeline,
@@ -151,6 +150,13 @@ class _Split:
         ep, zero = config.parallel.ep, config.parallel.zero
         parts = [part_of(config.model, spec, mesh, ep, self._rank) for spec in specs]
         bucket = Bucket([part.shape for part in parts], division, self._device)
+        if division.replicate is not None:
+            made = compressor(compression_of(config.parallel), corrected_momentum(config), config.run.seed)
+            # Copies over tp must stay equal, and compression treats a parameter by what is beside it in its bucket.
+            copied = {spec.name for spec in specs if tensor_copies(config.model, spec, mesh.tp) > 1}
+            sets, tp = ep if division is self._expert else 1, mesh.coordinates(self._rank)["tp"]
+            place = tp * sets + mesh.expert_rank(self._rank, sets), mesh.tp * sets
+            bucket.compress(made, [spec.name for spec in specs], copied, place)
         for spec, part, parameter, value in zip(specs, parts, bucket.parameters, bucket.values, strict=True):
             setattr(owned[spec.name], spec.name.rpartition(".")[2], parameter)
             dim = sharded_dim(part.shape, bucket.shards)
@@ -158,7 +164,7 @@ class _Split:
             number = copies(config.model, spec, mesh, ep, zero)
             if spec.name == "embedding.weight" and is_tied_apart(config.model, config.parallel, mesh):
                 number *= 2
-            self.held[spec.name] = LocalParameter(spec, own, value, number)
+            self.held[spec.name] = LocalParameter(spec, own, value, number, division.shard)
         return bucket
 
 

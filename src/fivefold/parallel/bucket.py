@@ -1,6 +1,6 @@
 """Parameters that data parallel gathers and reduces as one piece."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fivefold.collectives.compression import Compressor
+from fivefold.collectives.compression.flat import summed
 from fivefold.spec.parts import shard_range, sharded_dim
 
 
@@ -102,6 +104,33 @@ class Bucket:
         self._gradient: Tensor | None = None
         self._arrived = 0
         self._is_reduced = False
+        self.compressor: Compressor | None = None
+        self.place = (0, 1)
+        self._names: Sequence[str] = ()
+        self._exact: Collection[str] = ()
+
+    def compress(
+        self,
+        compressor: Compressor | None,
+        names: Sequence[str],
+        exact: Collection[str],
+        place: tuple[int, int],
+    ) -> None:
+        """From now on sums over the replicas go through `compressor`, by the parameters' names.
+
+        Args:
+            exact: names of parameters that are summed as they are.
+            place: which of how many sets of replicas this rank is in, of those that hold parts of these parameters.
+        """
+        self._names = names
+        self._exact = exact
+        self.place = place
+        self.compressor = compressor
+        if compressor is not None:
+            named = zip(names, self.values, strict=True)
+            compressor.prepare(
+                [(name, torch.zeros_like(value)) for name, value in named if name not in exact]
+            )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -115,6 +144,8 @@ class Bucket:
 
     def refresh(self, *, gather: bool) -> None:
         """Follows a change of the values: casts them, or gathers them at once, or leaves that to their use."""
+        if self.compressor is not None:
+            self.compressor.memory.settle(True)
         if self.gathers:
             self._is_whole = False
             if gather:
@@ -193,7 +224,7 @@ class Bucket:
         elif self.division.replicate is not None:
             self._gradient = torch.cat([_gradient(slot.parameter).flatten() for slot in self._slots])
             self._forget()
-            self._reducing = dist.all_reduce(self._gradient, group=self.division.replicate, async_op=True)
+            self._sum_replicas(self.division.replicate)
 
     def accumulate(self) -> None:
         """After a backward: adds what it has reduced to what the step has so far."""
@@ -208,7 +239,26 @@ class Bucket:
     def reduce_replicas(self) -> None:
         """Begins to sum the shards' gradients over the ranks that hold the same rows."""
         if self.gathers and self.division.replicate is not None:
-            self._reducing = dist.all_reduce(self._gradient, group=self.division.replicate, async_op=True)
+            self._sum_replicas(self.division.replicate)
+
+    def _sum_replicas(self, group: ProcessGroup) -> None:
+        """Begins to sum the gradient over a group; a compressed sum ends here, too."""
+        if self.compressor is None:
+            self._reducing = dist.all_reduce(self._gradient, group=group, async_op=True)
+            return
+        # The last shards of few rows hold none.
+        named = [(n, self._own(s)) for n, s in zip(self._names, self._slots, strict=True) if s.value.numel()]
+        if exact := [tensor for name, tensor in named if name in self._exact]:
+            for tensor, total in zip(exact, summed(exact, group), strict=True):
+                tensor.copy_(total)
+        if coded := [(name, tensor) for name, tensor in named if name not in self._exact]:
+            self.compressor.reduce(coded, group)
+
+    def _own(self, slot: _Slot) -> Tensor:
+        """A parameter's place in this rank's gradient."""
+        assert self._gradient is not None
+        own = self._gradient[slot.offset : slot.offset + slot.value.numel()]
+        return own.view(slot.value.shape)
 
     def finish(self) -> None:
         """Waits, and gives every value its gradient."""
@@ -219,11 +269,12 @@ class Bucket:
             if self._gradient is None:
                 slot.value.grad = slot.parameter.grad
             else:
-                own = self._gradient[slot.offset : slot.offset + slot.value.numel()]
-                slot.value.grad = own.view(slot.value.shape)
+                slot.value.grad = self._own(slot)
 
     def clear(self) -> None:
-        """Drops the gradients."""
+        """Drops the gradients, and what a compressor would keep of a step that was not applied."""
+        if self.compressor is not None:
+            self.compressor.memory.settle(False)
         self._gradient = None
         for slot in self._slots:
             slot.parameter.grad = slot.value.grad = None

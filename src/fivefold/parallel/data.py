@@ -145,6 +145,12 @@ class DataParallel:
     def _kept(self, bucket: Bucket) -> list[nn.Parameter]:
         return bucket.values if self.zero == 3 and bucket.gathers else bucket.parameters
 
+    def compression_tensors(self) -> Iterator[Tensor]:
+        """What compression keeps for the next step."""
+        for bucket in self.buckets:
+            if bucket.compressor is not None:
+                yield from bucket.compressor.memory.tensors()
+
     def _gather(self) -> None:
         for unit in self.units:
             unit.start_gather()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -23,12 +24,14 @@ class LocalParameter:
         value: the part, a plain tensor in the master type: what the optimizer steps on. Its `grad` is the part
             of the whole gradient, once a step has reduced it.
         copies: how many ranks of the run hold this same part.
+        shards: ranks that together hold what tensor and expert parallel leave to each; None = this one does.
     """
 
     spec: Parameter
     part: Part
     value: nn.Parameter
     copies: int
+    shards: ProcessGroup | None = None
 
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient."""

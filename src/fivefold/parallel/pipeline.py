@@ -23,6 +23,7 @@ from fivefold.collectives.record import Recorder
 from fivefold.config.tree import Model
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
+from fivefold.nn.inputs import Inputs
 from fivefold.parallel.local import LocalParameter
 from fivefold.spec import schedules
 from fivefold.spec.messages import Message, Need, plans
@@ -31,25 +32,16 @@ from fivefold.spec.stages import Stage, pipeline_stages
 
 
 class Samples(Protocol):
-    """A micro-batch. Tokens and labels: `[micro_batch, sequence]`; places in the sequence: `[sequence]`; int64."""
+    """A micro-batch."""
 
     @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def segments(self) -> Segments: ...
-    @property
-    def positions(self) -> Tensor: ...
+    def inputs(self) -> Inputs: ...
 
 
 class _Prompt(NamedTuple):
     """One row to continue."""
 
-    tokens: Tensor
-    labels: Tensor
-    segments: Segments
-    positions: Tensor
+    inputs: Inputs
 
 
 class TiedCopy(NamedTuple):
@@ -125,6 +117,7 @@ class Pipeline:
         # checkpoint refuses): a stage's whole backward is then done when its input gradient is due.
         self.splits = name in schedules.SPLITS_BACKWARD and decoder.recompute in ("none", "attention")
         self.rank, ranks, chunks = group.rank(), group.size(), len(stages)
+        self.weights = {number: decoder.stage_parameters(stage) for number, stage in self.stages.items()}
         self._micro_batches = micro_batches
         self._place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
         work = schedules.actions(name, ranks, micro_batches, chunks)
@@ -159,13 +152,10 @@ class Pipeline:
         return sum(run.losses[number].item() for number in sorted(run.losses))
 
     @torch.no_grad()
-    def forward(self, micro_batches: Sequence[Samples], *, labelled: bool = True) -> list[Tensor]:
+    def forward(self, micro_batches: Sequence[Samples]) -> list[Tensor]:
         """What the last stage returns for each micro-batch (of any number), on its rank; nothing on the others.
 
         Each stage takes all micro-batches before the rank's next: nothing is kept but what passes on.
-
-        Args:
-            labelled: for the loss of the labels; otherwise for the logits.
         """
         ranks, count = self.group.size(), len(micro_batches)
         own = [[stage for stage, rank in enumerate(self._place) if rank == other] for other in range(ranks)]
@@ -178,10 +168,7 @@ class Pipeline:
             _, number, index, _ = entry
             batch, stage = micro_batches[index], self.stages[number]
             stream = None if stage.first else mail.take(Need(True, number, index))
-            labels = batch.labels if labelled else None
-            out = self.decoder(
-                batch.tokens, batch.segments, labels, 0.0, batch.positions, stage=stage, stream=stream
-            )
+            out = self.decoder(batch.inputs, stage=stage, stream=stream)
             if stage.last:
                 found.append(out)
             else:
@@ -192,8 +179,7 @@ class Pipeline:
     def next_logits(self, tokens: Sequence[int], device: torch.device) -> Tensor:
         """Of the token that follows `tokens`, `[vocabulary]`, on every rank."""
         window = torch.tensor([list(tokens)], device=device)
-        prompt = _Prompt(window, window, Segments((len(tokens),)), torch.arange(len(tokens), device=device))
-        found = self.forward([prompt], labelled=False)
+        found = self.forward([_Prompt(Inputs(window, Segments((len(tokens),))))])
         logits = torch.empty(self.decoder.model.vocab, dtype=self.dtype, device=device)
         if found:
             logits.copy_(found[0][0, -1])
@@ -220,9 +206,7 @@ class _Run:
         batch, stage = self._micro_batches[index], self._pipeline.stages[number]
         stream = None if stage.first else self.mail.take(Need(True, number, index)).requires_grad_()
         weight = self._tokens_per_sequence * (1.0 if stage.last else self._factor)
-        out = self._pipeline.decoder(
-            batch.tokens, batch.segments, batch.labels, weight, batch.positions, stage=stage, stream=stream
-        )
+        out = self._pipeline.decoder(batch.inputs, weight, stage=stage, stream=stream)
         if stage.last:
             self.losses[index] = out.detach()
             out = out * self._factor
@@ -236,13 +220,13 @@ class _Run:
         splits, stage = self._pipeline.splits, self._pipeline.stages[number]
         if kind is Kind.WEIGHT_GRAD:
             if splits:
-                _weight_gradients(self._weights(stage), self._flights.pop((number, index)))
+                _weight_gradients(self._pipeline.weights[number], self._flights.pop((number, index)))
             return
         flight = self._flights[number, index]
         if not stage.last:
             flight.gradient = self.mail.take(Need(False, number, index))
         if kind is Kind.INPUT_GRAD and splits:
-            _input_gradient(self._weights(stage), flight)
+            _input_gradient(self._pipeline.weights[number], flight)
         else:
             del self._flights[number, index]
             _whole_backward(flight)
@@ -250,9 +234,6 @@ class _Run:
             assert flight.input.grad is not None
             self.mail.give(Need(False, number - 1, index), flight.input.grad)
             flight.input.grad = None
-
-    def _weights(self, stage: Stage) -> list[nn.Parameter]:
-        return self._pipeline.decoder.stage_parameters(stage)
 
 
 def _whole_backward(flight: _Flight) -> None:
@@ -311,7 +292,7 @@ class _Mail:
             assert work is not None
             self._sent.setdefault(message.receiver, deque()).append((message, tensor, work))
         else:
-            tokens = self._micro_batches[need.microbatch].tokens
+            tokens = self._micro_batches[need.microbatch].inputs.tokens
             shape = self._pipeline.decoder.stream_shape(tokens)
             tensor = torch.empty(shape, dtype=self._pipeline.dtype, device=tokens.device)
             work = dist.irecv(tensor, group=group, group_src=message.sender)

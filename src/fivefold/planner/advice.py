@@ -10,6 +10,7 @@ from fivefold.config.errors import ConfigError
 from fivefold.config.tree import Parallel
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate
+from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.document import layout_of
 from fivefold.planner.search import SAME, Outcome, search
 from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, nearest_batches
@@ -21,7 +22,8 @@ from fivefold.spec.mesh import Mesh
 
 def neighbours(best: Job, seconds: float) -> list[str]:
     """One line for every layout one step away on one axis."""
-    return [f"{name}: {_verdict(best, changes, seconds)}" for name, changes in _steps(best)]
+    lines = [f"{name}: {_verdict(best, changes, seconds)}" for name, changes in _steps(best)]
+    return lines + compression_verdicts(best)
 
 
 def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,6 +4,7 @@ import msgspec
 
 from fivefold.config.tree import Config
 from fivefold.ledger import hardware
+from fivefold.ledger.compression import compression_of, corrected_momentum
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.job import Job, Stack
 from fivefold.spec import schedules
@@ -19,16 +20,21 @@ KEPT_SEQUENCE = 2048  # longest sequence for which nn/attention.py keeps probabi
 
 def stack_of(config: Config, on: Hardware) -> Stack:
     """Fivefold's trainer: a master copy in float32 (float64), and a copy of it in the compute type where that is
-    another; flash attention; eager norms and activations; a loss whose logits never exist whole."""
+    another; flash attention; eager norms and activations, on CPUs by hand; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
-    moments = {"adamw": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
-    blocked = on.device.is_cpu and item >= 4
+    corrected = corrected_momentum(config)
+    momentum = config.optimizer.momentum and not corrected
+    # Muon keeps one for matrices and two for the rest; counted as two for all, which is a little too much.
+    moments = {"adamw": 2, "muon": 2, "sgd": 1 if momentum else 0}[config.optimizer.name]
+    by_hand = on.device.is_cpu and item >= 4  # as nn/by_hand.py has it
     length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
     seen = most_tokens(length, cp) if config.parallel.context == "ring" else length
-    blocked = blocked and length * seen <= KEPT_SEQUENCE**2 and not config.model.latent.kv_rank
+    blocked = by_hand and length * seen <= KEPT_SEQUENCE**2 and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
+        by_hand=by_hand,
+        dropout=config.model.dropout > 0,
         compute_copy=item if item != exact else 0,
         shard_apart=True,
         master=exact,
@@ -45,6 +51,8 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         ring_gradient=exact,
         overlap_gradients=True,
         overlap_parameters=True,
+        corrects_momentum=corrected > 0,
+        compression=compression_of(config.parallel),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fivefold.proof.error import errors
+from fivefold.proof.error import errors, parameter_errors
 from fivefold.proof.gather import Sent, Wholes, assemble
 from fivefold.proof.measure import Measured
 from fivefold.proof.reference import Reference
@@ -65,7 +65,7 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
     ]
     wrong += _decisions(found)
     of_gradients = _errors(gradients.tensors, expected.gradients)
-    of_parameters = _errors(_family(state, "model."), _family(expected.state, "model."))
+    of_parameters = _parameter_errors(_family(state, "model."), expected)
     of_moments = {
         name: error
         for moment in (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
@@ -99,6 +99,26 @@ def _errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict
     common = found.keys() & expected.keys()
     known = errors({n: found[n] for n in common}, {n: expected[n] for n in common})
     return missing | {name: error if error == error else float("inf") for name, error in known.items()}
+
+
+def _parameter_errors(found: Mapping[str, Tensor], expected: Reference) -> dict[str, float]:
+    """As `_errors`, by `error.parameter_errors`."""
+    ours = {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    theirs = {n.removeprefix("model."): t for n, t in _family(expected.state, "model.").items()}
+    missing = dict.fromkeys(ours.keys() ^ theirs.keys(), float("inf"))
+    common = ours.keys() & theirs.keys()
+    known = parameter_errors(
+        {n: ours[n] for n in common},
+        {n: theirs[n] for n in common},
+        initial=expected.initial,
+        gradients=expected.gradients,
+        learning_rate=expected.learning_rate,
+        eps=expected.eps,
+    )
+    found_errors = missing | {
+        name: error if error == error else float("inf") for name, error in known.items()
+    }
+    return {f"model.{name}": error for name, error in found_errors.items()}
 
 
 def _family(state: Wholes | Mapping[str, Tensor], start: str = "", end: str = "") -> dict[str, Tensor]:

@@ -30,5 +30,39 @@ def errors(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict
     }
 
 
+def parameter_errors(
+    found: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    *,
+    initial: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    learning_rate: float,
+    eps: float,
+) -> dict[str, float]:
+    """As `errors`, of parameters after a few AdamW steps; those that started at zero against lr · √numel at least.
+
+    AdamW divides a gradient by its own size plus eps. One that is zero up to rounding (of key biases without rotary
+    positions: softmax does not see them) so becomes a step of any size up to lr, whose digits mean nothing. What
+    counts is the gradient's error, which has a floor (see `errors`): an error of that size moves the parameter by
+    lr · floor / (|g| + eps) per element, and where that is above lr, it is what the parameter is measured against.
+
+    Args:
+        found, reference: parameters by name.
+        initial, gradients: of the reference, by the same names: before the first step, and of it.
+        learning_rate: the largest of the steps.
+        eps: AdamW's.
+    """
+    plain = errors(found, reference)
+    total_norm = sqrt(sum(tensor.double().square().sum().item() for tensor in gradients.values()))
+    floor = 1e-3 * total_norm / sqrt(sum(tensor.numel() for tensor in gradients.values()))
+    for name, start in initial.items():
+        if name in reference and not bool(start.any()):
+            size = sqrt(start.numel())
+            own = gradients[name].double().norm().item() / size if name in gradients else 0.0
+            scale = learning_rate * size * max(1.0, floor / (own + eps))
+            plain[name] = min(plain[name], _difference(found[name], reference[name]) / scale)
+    return plain
+
+
 def _difference(found: Tensor, reference: Tensor) -> float:
     return float((found.detach().double() - reference.detach().double()).norm())

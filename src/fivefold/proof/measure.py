@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fivefold.collectives.record import Row
 from fivefold.config.tree import Config
+from fivefold.nn.dropout import step_key
 from fivefold.observe.clock import StepClock
 from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
 from fivefold.parallel.apply import ParallelModel, parallelize
@@ -130,8 +131,9 @@ def _share(resolved: Resolved, step: int, permutation: int, session: Session) ->
     if permutation:
         order = torch.randperm(len(batch.tokens), generator=torch.Generator().manual_seed(permutation))
         batch = type(batch)(batch.tokens[order], batch.labels[order], batch.documents[order])
-    data_rank, spans = resolved.mesh.data_rank(session.rank), resolved.spans(session.rank)
-    return held_out_share(batch, resolved.batch, data_rank, session.device, spans)
+    data_rank, key = resolved.mesh.data_rank(session.rank), step_key(resolved.config.run.seed, step)
+    spans = resolved.spans(session.rank)
+    return held_out_share(batch, resolved.batch, data_rank, session.device, spans, key)
 
 
 def _inspect(stepper: Stepper, activations: SavedActivations, found: Measured) -> None:
@@ -157,7 +159,7 @@ def _watched(
     data_rank = resolved.mesh.data_rank(rank)
     numbers = [
         torch.arange(plan.global_batch)[plan.rows(index, data_rank)].unsqueeze(1) * plan.sequence_length
-        + batch.positions.cpu()
+        + batch.inputs.row_positions().cpu()
         for index, batch in enumerate(share)
     ]
 

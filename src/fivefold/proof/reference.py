@@ -6,6 +6,7 @@ one backward, no process group, torch's unfused optimizer, torch's own clipping.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from fivefold.config.tree import Config, Parallel
+from fivefold.nn.dropout import step_key
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.mesh import Groups
 from fivefold.proof.batch import uneven_batch
@@ -28,10 +30,13 @@ class Reference:
     """What one process computes. Names as in checkpoints.
 
     Attributes:
+        learning_rate, eps: the largest rate of the steps, and AdamW's eps (of SGD infinite: it divides by nothing).
         gradients: of the first step.
         streams: every layer's output in the first step, `[tokens of the batch, hidden]`.
     """
 
+    learning_rate: float
+    eps: float
     initial: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -42,21 +47,26 @@ class Reference:
 
 def reference(config: Config) -> Reference:
     """Trains the twin `config` in this process, whatever its layout."""
-    alone = replace(config, parallel=Parallel())
+    alone = replace(config, parallel=Parallel(), machine=replace(config.machine, compile=False))
     micro = replace(alone.batch, micro_batch=alone.batch.global_batch)
     resolved = resolve_config(replace(alone, batch=micro))
     module = parallelize(resolved, Groups(), 0, CPU).module
     named = dict(module.named_parameters())
     optimizer = _optimizer(config, named)
-    found = Reference(initial={name: value.detach().clone() for name, value in named.items()})
+    found = Reference(
+        resolved.learning_rate.peak,
+        inf if config.optimizer.name == "sgd" else config.optimizer.eps,
+        initial={name: value.detach().clone() for name, value in named.items()},
+    )
     hooks = [
         layer.register_forward_hook(_keeping(found.streams, f"layers.{index}"))
         for index, layer in module.layers.items()
     ]
     for step in range(config.run.steps):
-        batch = MicroBatch.of(uneven_batch(config, step), CPU)
+        key, rows = step_key(config.run.seed, step), config.batch.global_batch
+        batch = MicroBatch.of(uneven_batch(config, step), CPU, sequences=rows, dropout_key=key)
         count = max(batch.loss_tokens, 1)
-        loss = module(batch.tokens, batch.segments, batch.labels, count / len(batch.tokens)) / count
+        loss = module(batch.inputs, count / rows) / count
         loss.backward()
         if step == 0:
             found.gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}

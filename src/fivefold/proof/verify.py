@@ -206,13 +206,14 @@ def _traffic(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str,
         measured, everywhere = _bytes(of_stage[0].traffic), Counter[str]()
         for of_rank in of_stage:
             everywhere.update(_bytes(of_rank.traffic))
-        predicted: Counter[str] = Counter()
+        predicted: dict[str, float] = {}
         for row in traffic_of(job, stage):
-            predicted[f"{row.axis} {row.primitive} {row.phase}"] += round(row.bytes_per_rank)
+            name = f"{row.axis} {row.primitive} {row.phase}"
+            predicted[name] = predicted.get(name, 0.0) + row.bytes_per_rank
         for name in measured.keys() | predicted.keys():
-            here, told = measured[name], predicted[name]
+            here, told = measured[name], round(predicted.get(name, 0.0))
             if name.startswith("ep "):
-                here, told = everywhere[name], told * len(of_stage)
+                here, told = everywhere[name], round(predicted.get(name, 0.0) * len(of_stage))
             if here != told:
                 differing.setdefault(name, (here, told))
     return differing

@@ -1,6 +1,6 @@
 """Batch and learning-rate arithmetic: exact, the same for every layout, each result with its reason."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import cos, pi, sqrt
 
 from fivefold.config.errors import ConfigError, nearest_multiples
@@ -31,6 +31,11 @@ class BatchPlan:
             f"accumulation {self.accumulation} = global batch {self.global_batch} / "
             f"(micro-batch {self.micro_batch} × data-parallel {self.data_parallel})"
         )
+
+    def resized(self, global_batch: int) -> "BatchPlan":
+        """Another global batch, carried by more or fewer micro-batches."""
+        accumulation = global_batch // (self.micro_batch * self.data_parallel)
+        return replace(self, global_batch=global_batch, accumulation=accumulation)
 
     def rows(self, micro_step: int, data_rank: int) -> slice:
         """Which of the step's samples one replica takes in one micro-step."""
@@ -119,8 +124,10 @@ class LearningRate:
         return floor + (1 - floor) * fall
 
 
-def learning_rate(optimizer: Optimizer, schedule: Schedule, plan: BatchPlan, steps: int) -> LearningRate:
-    """The learning-rate function of a run of `steps` optimizer steps.
+def learning_rate(
+    optimizer: Optimizer, schedule: Schedule, plan: BatchPlan, total_tokens: int
+) -> LearningRate:
+    """The learning-rate function of a run of `total_tokens`, whose batch (after a ramp) is that of `plan`.
 
     A warmup longer than the run is allowed: a short trial of a long run's config then ends on its way up.
     """
@@ -128,5 +135,5 @@ def learning_rate(optimizer: Optimizer, schedule: Schedule, plan: BatchPlan, ste
         schedule,
         peak_learning_rate(optimizer, plan.global_batch),
         warmup_tokens(schedule, optimizer, plan),
-        steps * plan.global_batch_tokens,
+        total_tokens,
     )

@@ -9,6 +9,7 @@ from fivefold.config.tree import Config, Data, Model, Parallel
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
 from fivefold.spec.layout import Axis, Owned, Unit, table
 from fivefold.spec.mesh import Mesh, resolve
+from fivefold.spec.ramp import BatchCourse, plan_course
 from fivefold.spec.schedules import chunks_of, is_legal, nearest_legal
 from fivefold.spec.sequence import Span, spans
 
@@ -18,12 +19,23 @@ MOST_DIVISOR = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A config with what follows from it."""
+    """A config with what follows from it.
+
+    Attributes:
+        batch: after a ramp.
+        course: the batch of every step.
+    """
 
     config: Config
     mesh: Mesh
     batch: BatchPlan
+    course: BatchCourse
     learning_rate: LearningRate
+
+    @property
+    def samples(self) -> int:
+        """Samples that a run of `run.steps` consumes."""
+        return self.course.samples_after(self.config.run.steps)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The stretches of every sequence that `rank` reads."""
@@ -41,6 +53,7 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
     check_data(config.data)
     mesh = resolve(config.parallel, world_size or config.run.ranks)
     check_layout(config.model, config.parallel, mesh)
+    check_compression(config, mesh)
     if config.batch.sequence_length > config.model.max_positions:
         raise ConfigError(
             f"batch.sequence_length = {config.batch.sequence_length}: longer than model.max_positions; "
@@ -52,10 +65,13 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
             f"expected at most batch.sequence_length = {config.batch.sequence_length}"
         )
     batch = plan_batch(config.batch, mesh)
-    check_schedule(config.parallel, mesh, batch)
-    return Resolved(
-        config, mesh, batch, learning_rate(config.optimizer, config.schedule, batch, config.run.steps)
-    )
+    course = plan_course(config.batch.ramp, batch)
+    check_schedule(config.parallel, mesh, batch, f"batch.global_batch = {batch.global_batch}")
+    for plan in course.plans():
+        check_schedule(config.parallel, mesh, plan, f"batch.ramp reaches {plan.global_batch} sequences")
+    total_tokens = course.samples_after(config.run.steps) * batch.sequence_length
+    rate = learning_rate(config.optimizer, config.schedule, batch, total_tokens)
+    return Resolved(config, mesh, batch, course, rate)
 
 
 def check_model(model: Model) -> None:
@@ -147,19 +163,49 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
     if parallel.ep > 1 and not model.experts.count:
         raise ConfigError(f"parallel.ep = {parallel.ep}: the model has no experts; set ep = 1")
     _check_degree("tp", mesh.tp, _demands(model, "tp"))
-    _check_degree("ep", parallel.ep, [*_demands(model, "ep"), _Demand(shards, f"dp_shard × cp = {shards}")])
+    dealt = f"dp_shard × cp = {shards}"
+    if not parallel.zero and mesh.data_parallel > 1:
+        dealt += " (with zero = 0, dp_shard is 1: set zero = 1)"
+    _check_degree("ep", parallel.ep, [*_demands(model, "ep"), _Demand(shards, dealt)])
     if parallel.context == "ulysses":
         _check_degree("cp", mesh.cp, _head_demands(model, mesh.tp))
     _check_stages(model, parallel, mesh)
 
 
-def check_schedule(parallel: Parallel, mesh: Mesh, batch: BatchPlan) -> None:
-    """Refuses a number of micro-batches that the pipeline schedule does not exist for."""
+def check_compression(config: Config, mesh: Mesh) -> None:
+    """Refuses compressed gradients where nothing is summed over replicas, or where their unit changes."""
+    method, zero = config.parallel.compression, config.parallel.zero
+    if method == "none":
+        return
+    if (mesh.dp_replicate if zero else mesh.data_parallel * mesh.cp) == 1:
+        raise ConfigError(
+            f"parallel.compression = {method}: compresses sums over replicas, and there are none; "
+            + ("set zero = 0, or dp_replicate ≥ 2" if zero else "set dp_replicate ≥ 2, or compression = none")
+        )
+    if method == "powersgd" and zero:
+        raise ConfigError(
+            f"parallel.compression = powersgd with zero = {zero}: its factors belong to whole matrices, not to "
+            "shards; set zero = 0, or compression = int8"
+        )
+    if config.model.tied and mesh.pp > 1:
+        raise ConfigError(
+            f"parallel.compression = {method} with pp = {mesh.pp}: two stages hold the tied embedding, and would "
+            "keep different parts of its gradient; set pp = 1, model.tied = false, or compression = none"
+        )
+    if config.precision.dtype == "fp16":
+        raise ConfigError(
+            f"parallel.compression = {method}: what is kept for the next gradient would be in the unit of a loss "
+            "scale that changes; set precision.dtype = bf16, or compression = none"
+        )
+
+
+def check_schedule(parallel: Parallel, mesh: Mesh, batch: BatchPlan, what: str) -> None:
+    """Refuses a number of micro-batches that the pipeline schedule does not exist for; `what` asked for it."""
     if mesh.pp > 1 and not is_legal(parallel.schedule, mesh.pp, batch.accumulation):
         unit = batch.micro_batch * batch.data_parallel
         legal = [count * unit for count in nearest_legal(parallel.schedule, mesh.pp, batch.accumulation)]
         raise ConfigError(
-            f"batch.global_batch = {batch.global_batch}: schedule {parallel.schedule} on {mesh.pp} pipeline "
+            f"{what}: schedule {parallel.schedule} on {mesh.pp} pipeline "
             f"ranks cannot run {batch.accumulation} micro-batches; nearest legal: "
             f"{nearest(batch.global_batch, legal)}"
         )
@@ -178,12 +224,12 @@ class _Demand:
 
 
 def _demands(model: Model, axis: Axis) -> Iterator[_Demand]:
-    """Of the layout table. What is padded demands nothing."""
+    """Of the layout table. What may be uneven demands nothing."""
     for placement in {axes[axis].unit: axes[axis] for _, axes in table(model) if axis in axes}.values():
         count = units(model, placement.unit)
         if isinstance(placement, Owned):
             yield _Demand(count, f"{count} {placement.unit}")
-        elif not placement.padded:
+        elif not placement.uneven:
             yield _Demand(count, f"{count} {placement.unit}", placement.replicable)
 
 
@@ -227,13 +273,17 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
 
 def check_trainable(resolved: Resolved) -> None:
     """Refuses what can be planned and is not trained yet."""
-    model, parallel = resolved.config.model, resolved.config.parallel
+    config, mesh = resolved.config, resolved.mesh
+    model = config.model
     lacking = {
-        f"model.experts.groups = {model.experts.groups}": model.experts.groups > 1,
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
-        "model.dropout": model.dropout > 0,
-        f"parallel.backend = {parallel.backend}": parallel.backend == "shm",
+        "optimizer.name = muon with tensor parallel": config.optimizer.name == "muon" and mesh.tp > 1,
+        "machine.compile with context parallel": config.machine.compile and mesh.cp > 1,
+        "machine.compile with experts": config.machine.compile and model.experts.count > 0,
+        "machine.compile with pipeline parallel": config.machine.compile and mesh.pp > 1,
+        "batch.ramp with pipeline parallel": resolved.course.growths > 0 and mesh.pp > 1,
+        "machine.compile with tensor parallel": config.machine.compile and mesh.tp > 1,
     }
     if used := [name for name, is_used in lacking.items() if is_used]:
         raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")

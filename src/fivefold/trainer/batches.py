@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from fivefold.data.mixture import Mixture
 from fivefold.data.rows import Batch
 from fivefold.nn.attention import Segments
+from fivefold.nn.inputs import Inputs
 from fivefold.spec.batch import BatchPlan
 from fivefold.spec.sequence import Span
 
@@ -18,41 +18,47 @@ class MicroBatch:
     """What one forward and backward works on.
 
     Attributes:
-        tokens, labels: `[micro_batch, tokens]`, int64, on the rank's device: of every sequence what this rank holds.
-        segments: the documents packed in the whole sequences.
-        positions: `[tokens]`, int64, places of these tokens in their sequence.
+        inputs: of the decoder, on the rank's device.
         loss_tokens: labels that count.
+        sequences: of the step's global batch.
         sample_ids: ids of the rows, for reports.
     """
 
-    tokens: Tensor
-    labels: Tensor
-    segments: Segments
-    positions: Tensor
+    inputs: Inputs
     loss_tokens: int
+    sequences: int
     sample_ids: tuple[int, ...] = ()
 
     @staticmethod
     def of(
         batch: Batch,
         device: torch.device,
-        sample_ids: tuple[int, ...] = (),
+        *,
+        sequences: int,
+        first_row: int = 0,
         spans: Sequence[Span] | None = None,
+        dropout_key: int | None = None,
+        sample_ids: tuple[int, ...] = (),
     ) -> "MicroBatch":
         """`batch` on `device`; everything that needs to look at values is done before it goes there.
 
         Labels are those of the whole sequences, so none is lost where these are cut.
 
         Args:
+            sequences: of the step's global batch.
+            first_row: number of its first row in the step's global batch.
             spans: the stretches of every sequence that this rank holds; None = all of it.
+            dropout_key: `dropout.step_key` of the step; None = no dropout.
         """
         segments = Segments.from_documents(batch.documents, device)
         positions = torch.arange(batch.tokens.shape[1])
         if spans is not None and len(positions) > sum(stop - start for start, stop in spans):
             positions = torch.cat([positions[start:stop] for start, stop in spans])
             batch = batch.columns(positions)
+        rows = torch.arange(first_row, first_row + len(batch.tokens), device=device)
         counted, moved = batch.loss_tokens, batch.to(device)
-        return MicroBatch(moved.tokens, moved.labels, segments, positions.to(device), counted, sample_ids)
+        inputs = Inputs(moved.tokens, segments, moved.labels, positions.to(device), rows, dropout_key)
+        return MicroBatch(inputs, counted, sequences, sample_ids)
 
 
 def training_share(
@@ -62,11 +68,23 @@ def training_share(
     data_rank: int,
     device: torch.device,
     spans: Sequence[Span] | None = None,
+    dropout_key: int | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one replica in the step that begins after `consumed` samples; `spans` as in `of`."""
+    """The micro-batches of one replica in the step that begins after `consumed` samples; `spans` and `dropout_key`
+    as in `of`."""
     ids = samples.sample_ids(consumed, plan.global_batch)
-    shares = [ids[plan.rows(micro_step, data_rank)] for micro_step in range(plan.accumulation)]
-    return [MicroBatch.of(samples.batch(share), device, tuple(share.tolist()), spans) for share in shares]
+    return [
+        MicroBatch.of(
+            samples.batch(ids[rows]),
+            device,
+            sequences=plan.global_batch,
+            first_row=rows.start,
+            spans=spans,
+            dropout_key=dropout_key,
+            sample_ids=tuple(ids[rows].tolist()),
+        )
+        for rows in _rows(plan, data_rank)
+    ]
 
 
 def held_out_share(
@@ -75,7 +93,21 @@ def held_out_share(
     data_rank: int,
     device: torch.device,
     spans: Sequence[Span] | None = None,
+    dropout_key: int | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one replica of a held-out global batch; `spans` as in `of`."""
-    rows = [plan.rows(micro_step, data_rank) for micro_step in range(plan.accumulation)]
-    return [MicroBatch.of(batch.rows(row.start, row.stop), device, spans=spans) for row in rows]
+    """The micro-batches of one replica of a held-out global batch (or any other at hand); arguments as in `of`."""
+    return [
+        MicroBatch.of(
+            batch.rows(rows.start, rows.stop),
+            device,
+            sequences=plan.global_batch,
+            first_row=rows.start,
+            spans=spans,
+            dropout_key=dropout_key,
+        )
+        for rows in _rows(plan, data_rank)
+    ]
+
+
+def _rows(plan: BatchPlan, data_rank: int) -> list[slice]:
+    return [plan.rows(micro_step, data_rank) for micro_step in range(plan.accumulation)]

@@ -16,7 +16,7 @@ import socket
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -164,6 +164,13 @@ class Checkpointer:
         except CheckpointException as error:
             raise CheckpointError(f"{path} could not be loaded: {_causes(error)}") from None
         return stored.counters
+
+    def shapes(self, path: Path) -> Mapping[str, tuple[Sequence[int], torch.dtype]]:
+        """Shapes and types of the tensors that a checkpoint holds; empty where `load` will say what is wrong."""
+        try:
+            return Stored.read(path).tensors
+        except CheckpointError:
+            return {}
 
     def close(self) -> None:
         """Ends the last save, lets the ranks meet, frees group and lock. Raises as `wait` does."""

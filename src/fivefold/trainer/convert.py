@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from fivefold.config.errors import BadInput
-from fivefold.config.huggingface import CONFIG_JSON, config_json, read_model
+from fivefold.config.huggingface import CONFIG_JSON, config_json, nearest_architecture, read_model
 from fivefold.config.load import dump, load
 from fivefold.config.tree import Batch, Checkpoint, Config, Data, Run
 from fivefold.data.tokenizer import load_tokenizer
@@ -55,7 +55,10 @@ def _to_hugging_face(source: Path, target: Path) -> str:
     model = load(str(directory)).model
     theirs = config_json(model)
     if theirs is None:
-        raise BadInput(f"{directory}: no Hugging Face architecture that is known here computes this model")
+        raise BadInput(
+            f"{directory}: no Hugging Face architecture that is known here computes this model; "
+            f"{nearest_architecture(model)}"
+        )
     tensors = {name.removeprefix("model."): tensor for name, tensor in load_tensors(checkpoint).items()}
     dtype = next(iter(tensors.values())).dtype
     theirs["torch_dtype"] = str(dtype).removeprefix("torch.")

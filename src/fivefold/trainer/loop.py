@@ -11,6 +11,7 @@ from fivefold.config.errors import RunFailed
 from fivefold.config.load import dump
 from fivefold.data.mixture import Mixture
 from fivefold.ledger.flops import forward_per_token
+from fivefold.nn.dropout import step_key
 from fivefold.nn.generate import generate
 from fivefold.nn.hub.weights import HubWeights
 from fivefold.observe.clock import StepClock
@@ -20,6 +21,7 @@ from fivefold.observe.observer import Observer
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.local import load
 from fivefold.parallel.mesh import groups
+from fivefold.spec.batch import BatchPlan
 from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
@@ -27,10 +29,10 @@ from fivefold.trainer.checkpoint import Checkpointer
 from fivefold.trainer.evaluate import evaluate
 from fivefold.trainer.identity import identity, refuse_change
 from fivefold.trainer.loss_scale import LossScale
-from fivefold.trainer.optimizer import LocalOptimizer
+from fivefold.trainer.optimizer import LocalOptimizer, behind
 from fivefold.trainer.session import Session
 from fivefold.trainer.shelf import CheckpointError
-from fivefold.trainer.state import Counters, tensors
+from fivefold.trainer.state import Counters, Regrouped, tensors
 from fivefold.trainer.step import Stepper, StepResult
 
 
@@ -61,7 +63,7 @@ class Loop:
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
-            LocalOptimizer(config.optimizer, model.parameters),
+            LocalOptimizer(behind(config), model.parameters),
             session.agreement,
             session.recorder,
             StepClock(),
@@ -92,11 +94,13 @@ class Loop:
         path = self.checkpoints.latest()
         if path is None:
             return
+        regrouped = Regrouped(self.model, self.checkpoints.shapes(path))
         stored = self.checkpoints.load(
             path,
-            tensors(self.model, self.stepper.optimizer),
+            tensors(self.model, self.stepper.optimizer) | regrouped.tensors,
             lambda counters: refuse_change(counters["identity"], self._identity(), path),
         )
+        regrouped.adopt()
         del stored["identity"]
         scale = stored.pop("loss_scale")
         self.counters = Counters(**stored)
@@ -135,11 +139,17 @@ class Loop:
 
     def _step(self) -> bool:
         """One optimizer step and its report; returns whether a stop was agreed."""
-        plan, clock, counters = self.resolved.batch, self.stepper.clock, self.counters
+        clock, counters = self.stepper.clock, self.counters
+        plan = self.resolved.course.at(counters.samples)
         with clock.measure("data"):
-            spans = self.resolved.spans(self.session.rank)
             share = training_share(
-                self.samples, plan, counters.samples, self.data_rank, self.session.device, spans
+                self.samples,
+                plan,
+                counters.samples,
+                self.data_rank,
+                self.session.device,
+                self.resolved.spans(self.session.rank),
+                step_key(self.resolved.config.run.seed, counters.step),
             )
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
         stop_asked = self.stop_requested() or self.observer.is_unheard
@@ -150,7 +160,7 @@ class Loop:
         stop, saved = result.flags
         if saved == self.session.world_size:
             self._finish_save()
-        self._report(result, learning_rate)
+        self._report(result, learning_rate, plan)
         return stop > 0
 
     def _profiled_step(
@@ -172,7 +182,11 @@ class Loop:
                     memory_by_category(
                         parameters=model.data.parameter_tensors(),
                         gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
-                        optimizer=[*model.data.master_tensors(), *optimizer.state_tensors()],
+                        optimizer=[
+                            *model.data.master_tensors(),
+                            *optimizer.state_tensors(),
+                            *model.data.compression_tensors(),
+                        ],
                         buffers=model.module.buffers(),
                         activations=activations.peak_bytes,
                     )
@@ -181,10 +195,10 @@ class Loop:
         self.observer.memory(found[0])
         return result
 
-    def _report(self, result: StepResult, learning_rate: float) -> None:
+    def _report(self, result: StepResult, learning_rate: float, plan: BatchPlan) -> None:
         """Tells a step to whoever watches; ends the run after too many skips in a row."""
         self.last_loss = result.loss
-        self.observer.step(self._metrics(result, learning_rate))
+        self.observer.step(self._metrics(result, learning_rate, plan))
         if result.skipped is None:
             return
         counters, most = self.counters, self.resolved.config.precision.max_skips
@@ -193,9 +207,9 @@ class Loop:
         if counters.skips_in_a_row > most:
             raise RunError(f"{line}; {counters.skips_in_a_row} skips in a row (precision.max_skips)")
 
-    def _metrics(self, result: StepResult, learning_rate: float) -> StepMetrics:
+    def _metrics(self, result: StepResult, learning_rate: float, plan: BatchPlan) -> StepMetrics:
         """What the step that just ended did and cost; begins the next step's account."""
-        config, plan, session = self.resolved.config, self.resolved.batch, self.session
+        config, session = self.resolved.config, self.session
         seconds, traffic = self.stepper.clock.lap(), session.recorder.bytes_by_axis()
         session.recorder.clear()
         flops_per_token = 3 * forward_per_token(config.model, plan.sequence_length, "causal").total
@@ -213,6 +227,7 @@ class Loop:
             mfu=flops_per_second / peak if peak else None,
             loss_scale=result.loss_scale if self._has_loss_scale else None,
             skipped=result.skipped is not None,
+            expert_load=result.expert_load,
             traffic=traffic,
         )
 

@@ -1,6 +1,7 @@
 """The one place for device-specific code and for the choices made by measurement at start-up."""
 
 import ctypes
+import mmap
 import platform
 import resource
 import sys
@@ -12,6 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from fivefold.collectives.shared_memory.transport import SHARED_MEMORY
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Machine
 
@@ -49,8 +51,15 @@ def device(local_rank: int = 0) -> torch.device:
 
 
 def default_backend(device: torch.device) -> str:
-    """The collective backend for `parallel.backend = "default"`: gloo on CPUs, nccl on NVIDIA GPUs."""
+    """The collective backend for `parallel.backend = "default"`: shm or gloo on CPUs, nccl on NVIDIA GPUs."""
+    if device.type == "cpu" and shares_memory():
+        return "shm"
     return dist.get_default_backend_for_device(device)
+
+
+def shares_memory() -> bool:
+    """Whether ranks can communicate through memory: shm relies on how x86-64 orders stores, and on Linux."""
+    return sys.platform == "linux" and platform.machine() == "x86_64" and SHARED_MEMORY.is_dir()
 
 
 def synchronize(device: torch.device) -> None:
@@ -115,9 +124,23 @@ def apply(machine: Machine) -> str:
     if "measure" in (machine.matmul, machine.malloc):
         raise ValueError("apply() takes a resolved [machine] section: call measure() on rank 0 first")
     torch.set_float32_matmul_precision(machine.matmul)
+    torch.backends.cudnn.allow_tf32 = machine.matmul != "highest"  # torch's own default is yes
+    torch.backends.cudnn.benchmark = machine.cudnn_autotune
     if machine.malloc == "default":
         return ""
     return _keep_freed_memory()
+
+
+def settings_text(machine: Machine, device: torch.device) -> str:
+    """What computes, and how, for the start page; `machine` is resolved and in force."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        found = f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
+    else:
+        products = "float32" if machine.matmul == "highest" else "TF32"
+        autotuning = "on" if machine.cudnn_autotune else "off"
+        found = f"{device}, float32 products in {products}, cuDNN autotuning {autotuning}"
+    return found + ", layers compiled" * machine.compile
 
 
 class Product:
@@ -222,4 +245,23 @@ def _keep_freed_memory() -> str:
     settings = {-3: 1 << 30, -1: 2**31 - 1, -2: 1 << 26}
     libc = ctypes.CDLL("libc.so.6")
     refused = [str(name) for name, value in settings.items() if libc.mallopt(name, value) != 1]
+    if not refused:
+        _ask_for_huge_pages(libc)
     return f"malloc = keep: glibc refused mallopt {', '.join(refused)}" if refused else ""
+
+
+def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
+    """Lets the kernel back the heap with pages of 2 MiB where it gives them to those who ask: fewer misses of the
+    translation cache in matmuls. Only address space is taken here; a kernel that refuses changes nothing.
+    """
+    huge_page_advice = 14  # MADV_HUGEPAGE
+    size = (1 << 30) - (
+        1 << 20
+    )  # below the threshold set above, so it comes from the heap and goes back to it
+    libc.malloc.restype = ctypes.c_void_p
+    block = libc.malloc(ctypes.c_size_t(size))
+    if block:
+        start = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (block + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), huge_page_advice)
+        libc.free(ctypes.c_void_p(block))

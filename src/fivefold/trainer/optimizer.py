@@ -1,30 +1,43 @@
 """The optimizer over a rank's own parts of the parameters, and its state by global name."""
 
+import msgspec
 import torch
 from torch import Tensor
 
-from fivefold.config.tree import Optimizer
+from fivefold.config.tree import Config, Optimizer
+from fivefold.ledger.compression import corrected_momentum
 from fivefold.parallel.local import LocalParameter, Piece
+from fivefold.trainer.muon import Muon, is_matrix
+
+
+def behind(config: Config) -> Optimizer:
+    """The optimizer's options; without its momentum where compression has applied it already."""
+    if corrected_momentum(config):
+        return msgspec.structs.replace(config.optimizer, momentum=0.0)
+    return config.optimizer
 
 
 class LocalOptimizer:
-    """AdamW or SGD on plain local tensors.
+    """AdamW, SGD, or Muon for the layers' matrices and AdamW for the rest, on plain local tensors.
 
     State names are the field's own (`exp_avg`, `exp_avg_sq`, `momentum_buffer`); the update count is one
     number for all parameters and lives in the run's counters.
     """
 
     def __init__(self, options: Optimizer, parameters: list[LocalParameter]) -> None:
+        """Collective where Muon's matrices are divided."""
         self.parameters = parameters
-        decayed = [p.value for p in parameters if p.spec.role not in options.no_decay]
-        kept = [p.value for p in parameters if p.spec.role in options.no_decay]
+        self.muon = Muon(options, parameters) if options.name == "muon" else None
+        self._plain = [p for p in parameters if self.muon is None or not is_matrix(p.spec)]
+        decayed = [p.value for p in self._plain if p.spec.role not in options.no_decay]
+        kept = [p.value for p in self._plain if p.spec.role in options.no_decay]
         groups = [
             {"params": decayed, "weight_decay": options.weight_decay},
             {"params": kept, "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         self.torch: torch.optim.Optimizer
-        if options.name == "adamw":
+        if options.name != "sgd":
             self.torch = torch.optim.AdamW(
                 groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True
             )
@@ -32,35 +45,39 @@ class LocalOptimizer:
         else:
             self.torch = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
             self._moments = ("momentum_buffer",) if options.momentum else ()
-        for parameter in parameters:
+        for parameter in self._plain:
             for name in self._moments:
                 self.torch.state[parameter.value][name] = torch.zeros_like(parameter.value)
         self.set_updates(0)
 
     def step(self, learning_rate: float, scale: float) -> None:
-        """One update with the gradients times `scale` (the clip coefficient)."""
+        """One update with the gradients times `scale` (the clip coefficient). Collective with Muon."""
         gradients = [p.value.grad for p in self.parameters if p.value.grad is not None]
         if scale != 1.0:
             torch._foreach_mul_(gradients, scale)
         for group in self.torch.param_groups:
             group["lr"] = learning_rate
         self.torch.step()
+        if self.muon is not None:
+            self.muon.step(learning_rate)
 
     def state_tensors(self) -> list[Tensor]:
         """The moments it keeps between steps."""
-        return [self.torch.state[p.value][name] for p in self.parameters for name in self._moments]
+        found = [self.torch.state[p.value][name] for p in self._plain for name in self._moments]
+        return found + (self.muon.momenta if self.muon is not None else [])
 
     def state(self) -> dict[str, Piece]:
         """Moments by global name, laid out like the parameters and sharing storage with the live ones."""
-        return {
+        found = {
             f"{parameter.spec.name}.{name}": parameter.piece(self.torch.state[parameter.value][name])
-            for parameter in self.parameters
+            for parameter in self._plain
             for name in self._moments
         }
+        return found | (self.muon.state() if self.muon is not None else {})
 
     def set_updates(self, count: int) -> None:
         """Sets how many updates the moments have seen (AdamW's bias correction)."""
         if "exp_avg" in self._moments:
-            for parameter in self.parameters:
+            for parameter in self._plain:
                 step = torch.tensor(float(count), device=parameter.value.device)
                 self.torch.state[parameter.value]["step"] = step

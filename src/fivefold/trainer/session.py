@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import HashStore, Store
 from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
+from fivefold.collectives.shared_memory.segment import SharedMemoryError
+from fivefold.collectives.shared_memory.transport import SharedMemory
 from fivefold.collectives.watch import HangWatch
 from fivefold.config.errors import BadInput
 from fivefold.trainer import machine
@@ -80,6 +82,21 @@ class Session:
             time.sleep(POLL_SECONDS)
 
 
+def torch_backend(backend: str, device: torch.device, recorder: Recorder, timeout: timedelta) -> str:
+    """What `dist.init_process_group` is to be told for a `parallel.backend`.
+
+    Raises:
+        BadInput: it cannot be had here.
+    """
+    if backend == "shm":
+        if device.type != "cpu" or not machine.shares_memory():
+            raise BadInput("parallel.backend = shm: for CPUs, on Linux and x86-64; set default")
+        return register(recorder, timeout, SharedMemory())
+    if not dist.is_backend_available(backend):
+        raise BadInput(f"parallel.backend = {backend}: not in this torch; set gloo or default")
+    return register(recorder, timeout) if backend == "gloo" else backend
+
+
 @contextmanager
 def open_session(place: Place | None, backend: str, timeout_seconds: float) -> Iterator[Session]:
     """Joins the run's process group, and leaves it when the body has ended on this rank without an error.
@@ -95,12 +112,13 @@ def open_session(place: Place | None, backend: str, timeout_seconds: float) -> I
     timeout = timedelta(seconds=timeout_seconds)
     if backend == "default":
         backend = machine.default_backend(device)
-    if not dist.is_backend_available(backend):
-        raise BadInput(f"parallel.backend = {backend}: not in this torch; set gloo or default")
-    wrapped = backend == "gloo"
-    name = register(recorder, timeout) if wrapped else backend
+    name = torch_backend(backend, device, recorder, timeout)
     store = open_store(place, timeout_seconds) if place else HashStore()
-    dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        dist.init_process_group(name, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except SharedMemoryError as error:
+        raise BadInput(str(error)) from None
+    wrapped = name != backend
     with HangWatch(recorder, store, rank, seconds=HANG_SECONDS):
         yield Session(rank, world_size, device, recorder, Agreement(device), store, backend, wrapped)
     dist.barrier()  # a rank that left early would break the connections of those still at work

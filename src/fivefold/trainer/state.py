@@ -1,12 +1,15 @@
 """What a run is made of between two steps, by global names: all of it goes into a checkpoint."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
+from fivefold.collectives.compression.state import OWN
 from fivefold.parallel.apply import ParallelModel
 from fivefold.parallel.local import Piece
+from fivefold.spec.parts import Part
 from fivefold.trainer.optimizer import LocalOptimizer
 
 
@@ -44,4 +47,74 @@ def tensors(model: ParallelModel, optimizer: LocalOptimizer) -> dict[str, Tensor
     found: dict[str, Tensor | Piece] = {f"model.{p.spec.name}": p.piece(p.value) for p in model.parameters}
     found |= {f"model.{name}": buffer for name, buffer in model.module.named_buffers()}
     found |= {f"optimizer.{name}": moment for name, moment in optimizer.state().items()}
+    found |= {each.key: each.piece() for each in compression_state(model)}
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor that compression keeps for the next step, with its place among those of all ranks.
+
+    One of a rank's own is row `row` of as many as ranks share the sum: the rows' total is what counts, so another
+    number of ranks may divide the rows as it likes. One that those ranks share has a row for each set of them.
+    """
+
+    key: str
+    value: Tensor
+    part: Part
+    shape: tuple[int, ...]
+    row: int
+    rows: int
+    is_own: bool
+
+    def piece(self) -> Piece:
+        """As row of the whole, sharing storage."""
+        part = Part((self.row, *self.part.starts), (1, *self.part.shape))
+        return Piece(self.value[None], part, (self.rows, *self.shape))
+
+
+def compression_state(model: ParallelModel) -> list[Kept]:
+    """What compression keeps on this rank; empty without."""
+    held = {parameter.spec.name: parameter for parameter in model.parameters}
+    found = []
+    for bucket in model.data.buckets:
+        group = bucket.division.replicate
+        if bucket.compressor is None or group is None:
+            continue
+        for key, value in bucket.compressor.memory.state_dict().items():
+            is_own, name = key.startswith(OWN), key.split("/", 2)[2]
+            parameter = held[name]
+            if is_own:
+                part, shape, row, rows = parameter.part, parameter.spec.shape, group.rank(), group.size()
+            else:
+                part, shape = Part((0,) * value.dim(), tuple(value.shape)), tuple(value.shape)
+                row, rows = bucket.place
+            found.append(Kept(f"compression.{key}", value, part, shape, row, rows, is_own))
+    return found
+
+
+class Regrouped:
+    """Loads what compression kept on another number of ranks: rows r, r + n, r + 2n, … are summed into rank r's.
+
+    What ranks share starts anew: it is a guess that improves by itself.
+    """
+
+    def __init__(self, model: ParallelModel, shapes: Mapping[str, tuple[Sequence[int], Any]]) -> None:
+        """`shapes`: of the stored tensors, by name."""
+        self._slabs: list[tuple[Kept, Tensor]] = []
+        self.tensors: dict[str, Tensor | Piece] = {}
+        for each in compression_state(model):
+            stored = tuple(shapes[each.key][0]) if each.key in shapes else (each.rows,)
+            if stored[0] == each.rows:
+                continue
+            rows = stored[0] if each.is_own else 0
+            slab = each.value.new_empty(rows, *each.part.shape)
+            part = Part((0, *each.part.starts), (rows, *each.part.shape))
+            self.tensors[each.key] = Piece(slab, part, (stored[0], *each.shape))
+            if each.is_own:
+                self._slabs.append((each, slab))
+
+    def adopt(self) -> None:
+        """After loading."""
+        for each, slab in self._slabs:
+            each.value.copy_(slab[each.row :: each.rows].sum(0))

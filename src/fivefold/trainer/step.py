@@ -29,6 +29,7 @@ class StepResult:
         skipped: why nothing was updated (the gradient was not finite), or None.
         loss_scale: the factor on the loss in this step.
         flags: sums over the ranks of the flags handed in.
+        expert_load: choices of the busiest expert over the mean of its layer; None without experts.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class StepResult:
     skipped: str | None
     loss_scale: float
     flags: list[float]
+    expert_load: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Stepper:
             inspect(self.model)
         skipped = None
         if isfinite(loss_sum) and isfinite(grad_norm):
-            with self.clock.measure("compute"):
+            with self.recorder.phase("optimizer"), self.clock.measure("compute"):
                 scale = clip_coefficient(grad_norm, self.clip) / self.loss_scale.value
                 self.optimizer.step(learning_rate, scale)
                 self.model.module.balance(counts)
@@ -100,14 +102,17 @@ class Stepper:
                 skipped = first_non_finite(self.model, micro_batches)
         self.model.data.clear_gradients()
         loss = loss_sum / max(loss_tokens, 1.0)
-        result = StepResult(loss, int(loss_tokens), grad_norm, skipped, self.loss_scale.value, agreed)
+        expert_load = busiest_over_mean(counts, self.model.module.model.experts.count)
+        result = StepResult(
+            loss, int(loss_tokens), grad_norm, skipped, self.loss_scale.value, agreed, expert_load
+        )
         self.loss_scale.update(skipped is not None)
         return result
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss_tokens: float) -> float:
         """Adds the micro-batches' gradients; returns their summed loss, as far as this rank has it."""
         model, waited = self.model, self.recorder.waited_seconds
-        per_sequence, factor = loss_tokens / model.sequences, self.loss_scale.value / loss_tokens
+        per_sequence, factor = loss_tokens / micro_batches[0].sequences, self.loss_scale.value / loss_tokens
         with self.clock.measure("compute"):
             if model.pipeline is not None:
                 loss_sum = model.pipeline.step(micro_batches, per_sequence, factor, self.recorder)
@@ -122,9 +127,7 @@ class Stepper:
     def _one(self, batch: MicroBatch, per_sequence: float, factor: float) -> float:
         """Adds one micro-batch's gradient; returns its summed loss."""
         with self.recorder.phase("forward"):
-            loss: Tensor = self.model.module(
-                batch.tokens, batch.segments, batch.labels, per_sequence, batch.positions
-            )
+            loss: Tensor = self.model.module(batch.inputs, per_sequence)
         with self.recorder.phase("backward"):
             (loss * factor).backward()  # type: ignore[no-untyped-call]
             self.model.data.end_micro_step()
@@ -140,6 +143,16 @@ def local_square_norm(parameters: Sequence[LocalParameter]) -> float:
     norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in held])).double()
     copies = torch.tensor([copies for _, copies in held], dtype=torch.float64, device=norms.device)
     return (norms.square() / copies).sum().item()
+
+
+def busiest_over_mean(counts: Sequence[float], experts: int) -> float | None:
+    """The greatest, over the layers, of max / mean of the choices of its experts; None if nothing was chosen.
+
+    Args:
+        counts: of the experts of every layer, layer by layer; zeros of layers without experts.
+    """
+    layers = [counts[start : start + experts] for start in range(0, len(counts), max(experts, 1))]
+    return max((max(layer) * experts / sum(layer) for layer in layers if sum(layer)), default=None)
 
 
 def clip_coefficient(grad_norm: float, limit: float) -> float:

@@ -138,13 +138,6 @@ def _train(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], stop: St
 
 def _start_facts(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], entropy: float) -> StartFacts:
     session, chosen = loop.session, settled.config.machine
-    planned = settled.config.run.steps * loop.resolved.batch.global_batch
-    threads = torch.get_num_threads()
-    kind = (
-        f"CPU, {threads} thread{'s' * (threads > 1)} a rank"
-        if session.device.type == "cpu"
-        else str(session.device)
-    )
     return StartFacts(
         resolved=loop.resolved,
         directory=settled.directory,
@@ -154,12 +147,12 @@ def _start_facts(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], en
             for kept, share, passes in zip(
                 (store.manifest for store in stores),
                 loop.samples.shares,
-                loop.samples.passes(planned),
+                loop.samples.passes(loop.resolved.samples),
                 strict=True,
             )
         ],
         unigram_entropy=entropy,
-        device=f"{kind}, {session.backend}",
+        device=f"{machine.settings_text(chosen, session.device)}, {session.backend}",
         matmul=settled.machine_reason
         or f"matmul {chosen.matmul}, malloc {chosen.malloc}: as measured at the first start",
         peak_flops=chosen.peak_flops,

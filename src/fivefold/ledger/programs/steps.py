@@ -1,13 +1,19 @@
-"""What a collective program is: rounds of simultaneous transfers of chunks, and its cost on a link.
+"""What a collective program is: rounds of simultaneous transfers of chunks. Its cost, drawing and execution derive.
 
-A rank's vector is cut into `chunks` equal parts. In one round every transfer happens at once; a rank sends
-and receives at the same time (full duplex) but its transfers in one direction share its link. So a round
-costs α + β · (most bytes any rank sends or receives), and a program the sum of its rounds (α-β model;
-Hockney 1994, Thakur 2005). `repeat` compresses rounds that differ only in who holds which chunk.
+The data of a collective is cut into chunks, as equal as possible. In one round every transfer happens at once; a
+rank sends and receives at the same time (full duplex) but its transfers in one direction share its link. So a
+round costs α + β · (most bytes any rank sends or receives), and a program the sum of its rounds (α-β model;
+Hockney 1994, Thakur 2005).
+
+What a rank starts with and must end with follows from the primitive (`starts`, `ends`). The chunks of an
+all-to-all are numbered source · ranks + target; those of all others are parts of one vector, chunk r being rank
+r's own in a reduce-scatter or all-gather.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 
@@ -20,25 +26,70 @@ class Transfer(NamedTuple):
     reduce: bool
 
 
-class Program(NamedTuple):
-    """A collective over `ranks` ranks: `rounds(i)` are the transfers of round i."""
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A collective over `ranks` ranks: `rounds(i)` are the transfers of round i, each pair at most one message."""
 
     name: str
+    primitive: str
     ranks: int
     chunks: int
     length: int
     rounds: Callable[[int], Sequence[Transfer]]
     uniform: bool = False  # every round loads the busiest link alike: round 0 stands for all
+    root: int = 0  # of a broadcast
 
-    def __iter__(self) -> Iterator[Sequence[Transfer]]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Sequence[Transfer]]:
         return (self.rounds(index) for index in range(self.length))
+
+    @property
+    def parts(self) -> int:
+        """Chunks that make up the bytes a collective is said to have (what one rank gives to an all-to-all)."""
+        return self.ranks if self.primitive == "all_to_all" else self.chunks
+
+    def starts(self, rank: int) -> range:
+        """The chunks a rank holds at first."""
+        if self.primitive == "all_gather":
+            return range(rank, rank + 1)
+        if self.primitive == "all_to_all":
+            return range(rank * self.ranks, (rank + 1) * self.ranks)
+        held = self.primitive != "broadcast" or rank == self.root
+        return range(self.chunks if held else 0)
+
+    def ends(self, rank: int) -> range:
+        """The chunks a rank must hold at last, reduced over all ranks where the primitive reduces."""
+        if self.primitive == "reduce_scatter":
+            return range(rank, rank + 1)
+        if self.primitive == "all_to_all":
+            return range(rank, self.chunks, self.ranks)
+        return range(self.chunks)
 
 
 class Link(NamedTuple):
-    """Seconds a message costs, and bytes/s of one rank in one direction."""
+    """Seconds a message costs, and bytes/s of one rank in one direction; beyond `knee` bytes, at another rate
+    (a message that no cache holds)."""
 
     latency: float
     bandwidth: float
+    knee: float = inf
+    far_bandwidth: float = inf
+
+    def seconds(self, size: float) -> float:
+        """Time of a message of `size` bytes."""
+        near = self.latency + min(size, self.knee) / self.bandwidth
+        return near + (size - self.knee) / self.far_bandwidth if size > self.knee else near
+
+
+class Fabric(NamedTuple):
+    """Hosts of `local` ranks each, consecutive: one link inside a host, another between hosts.
+
+    `shared`: the ranks of a host share one port to the others; else each has its own.
+    """
+
+    inside: Link
+    between: Link
+    local: int
+    shared: bool = False
 
 
 def busiest(round_: Sequence[Transfer]) -> int:
@@ -48,20 +99,73 @@ def busiest(round_: Sequence[Transfer]) -> int:
     return max((*sent.values(), *received.values()), default=0)
 
 
-def seconds(program: Program, size: float, link: Link) -> float:
-    """Time of the program on a vector of `size` bytes, by its own rounds."""
-    chunk = size / program.chunks / link.bandwidth
-    if program.uniform:
-        return program.length * (link.latency + busiest(program.rounds(0)) * chunk)
-    return sum(link.latency + busiest(round_) * chunk for round_ in program)
+def seconds(program: Program, size: float, on: Link | Fabric) -> float:
+    """Time of the program on `size` bytes, by its own rounds."""
+    chunk = size / program.parts
+    if program.uniform and program.length:
+        return program.length * _round_seconds(program.rounds(0), chunk, on)
+    return sum(_round_seconds(round_, chunk, on) for round_ in program)
 
 
-def run(program: Program, values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Carries the program out on lists (one number a chunk): for tests and drawings."""
-    held = [list(own) for own in values]
+def _round_seconds(round_: Sequence[Transfer], chunk: float, on: Link | Fabric) -> float:
+    """Links of both kinds work at once: a round lasts as long as the slower of the two."""
+    if isinstance(on, Link):
+        return on.seconds(busiest(round_) * chunk)
+    crossing = [t for t in round_ if t.source // on.local != t.target // on.local]
+    inside = [t for t in round_ if t.source // on.local == t.target // on.local]
+    if on.shared:
+        crossing = [t._replace(source=t.source // on.local, target=t.target // on.local) for t in crossing]
+    pairs = [(inside, on.inside), (crossing, on.between)]
+    return max((_round_seconds(part, chunk, link) for part, link in pairs if part), default=0.0)
+
+
+def run(program: Program, values: Sequence[Sequence[float]]) -> list[dict[int, float]]:
+    """Carries the program out on numbers, one a chunk: for drawings and tests.
+
+    `values[rank]` are those of the chunks it starts with, in order; returned is what each rank holds at last.
+
+    Raises:
+        KeyError: a rank sends, or reduces into, a chunk it does not hold: the program is wrong.
+    """
+    held = [dict(zip(program.starts(rank), own, strict=True)) for rank, own in enumerate(values)]
     for round_ in program:
-        sent = [(transfer, held[transfer.source][transfer.chunk]) for transfer in round_]
-        for transfer, value in sent:
-            own = held[transfer.target]
-            own[transfer.chunk] = own[transfer.chunk] + value if transfer.reduce else value
+        step(held, round_)
     return held
+
+
+def step(held: Sequence[dict[int, float]], round_: Sequence[Transfer]) -> None:
+    """One round of `run`, in place: what is sent is what was held before the round."""
+    sent = [(transfer, held[transfer.source][transfer.chunk]) for transfer in round_]
+    for transfer, value in sent:
+        own = held[transfer.target]
+        own[transfer.chunk] = own[transfer.chunk] + value if transfer.reduce else value
+
+
+def joined(name: str, primitive: str, first: Program, second: Program) -> Program:
+    """One program after another on the same chunks."""
+
+    def rounds(index: int) -> Sequence[Transfer]:
+        return first.rounds(index) if index < first.length else second.rounds(index - first.length)
+
+    uniform = first.uniform and second.uniform
+    return replace(
+        first,
+        name=name,
+        primitive=primitive,
+        length=first.length + second.length,
+        rounds=rounds,
+        uniform=uniform,
+        root=first.root,
+    )
+
+
+def backwards(name: str, gather: Program) -> Program:
+    """The reduce-scatter that an all-gather becomes when time and every arrow are turned round.
+
+    In an all-gather each rank receives each chunk once, along a tree; turned round, the chunk's sums flow up it.
+    """
+
+    def rounds(index: int) -> list[Transfer]:
+        return [Transfer(t.target, t.source, t.chunk, True) for t in gather.rounds(gather.length - 1 - index)]
+
+    return replace(gather, name=name, primitive="reduce_scatter", rounds=rounds)

@@ -63,7 +63,8 @@ def all_reduce(ranks: int, pieces: int) -> Program:
                     found.append(Transfer(up[rank], rank, 2 * (falling - pieces + 1) + tree, False))
         return found
 
-    return Program("double tree all-reduce", ranks, 2 * pieces, 2 * (height + pieces - 1), rounds)
+    length = 2 * (height + pieces - 1) if ranks > 1 else 0
+    return Program("double-tree", "all_reduce", ranks, 2 * pieces, length, rounds)
 
 
 def best_pieces(ranks: int, size: float, link: Link) -> int:

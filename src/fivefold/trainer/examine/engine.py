@@ -54,13 +54,14 @@ def _devices(device: torch.device) -> Iterator[Finding]:
 
 def _backends(device: torch.device) -> Finding:
     available = {
+        "shm": machine.shares_memory(),
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": dist.is_mpi_available(),
     }
     text = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in available.items())
     default = machine.default_backend(device)
-    if not dist.is_backend_available(default):
+    if not available.get(default, dist.is_backend_available(default)):
         mend = f"{device.type} ranks talk through {default}, which this torch lacks: install another build of torch"
         return Finding("Compute", "backends", text, "problem", mend)
     return Finding("Compute", "backends", f"{text}; default {default}", "good")

@@ -30,7 +30,9 @@ def _reduce(place: Place, started: float) -> None:
     import torch
     import torch.distributed as dist
 
+    from fivefold.collectives.record import Recorder
     from fivefold.trainer import machine
+    from fivefold.trainer.session import torch_backend
 
     device = (
         machine.device(place.local_rank) if torch.accelerator.device_count() >= RANKS else torch.device("cpu")
@@ -38,9 +40,8 @@ def _reduce(place: Place, started: float) -> None:
     backend = machine.default_backend(device)
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     store = open_store(place, TIMEOUT_SECONDS)
-    dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
-    )
+    name = torch_backend(backend, device, Recorder(), timeout)
+    dist.init_process_group(name, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     seconds = {}
     for name, elements in (("small", SMALL), ("large", LARGE)):
         tensor = torch.ones(elements, device=device)

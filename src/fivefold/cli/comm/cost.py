@@ -1,11 +1,11 @@
-"""What collectives cost on a cluster's links: ring against tree and the rest, by size, predicted from α and β."""
+"""Predict what collectives cost on a cluster's links: ring against tree and the rest, from α and β."""
 
 import argparse
 import json
 from typing import Any
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument
-from fivefold.config.errors import BadInput
+from fivefold.cli.comm.sizes import read_sizes
 from fivefold.ledger import hardware
 from fivefold.ledger.network import algorithms, collective_seconds, wires
 from fivefold.ledger.physics import Physics
@@ -13,7 +13,6 @@ from fivefold.render.tables import table
 from fivefold.render.units import bytes_text, seconds_text
 
 SIZES = "1K,64K,1M,16M,128M,1G"
-SCALES = {"K": 2**10, "M": 2**20, "G": 2**30}
 PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -30,8 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     on = wires(found, Physics())
     local, domains = min(found.devices, found.fast_domain), max(1, found.devices // found.fast_domain)
     rows: list[dict[str, Any]] = []
-    for text in arguments.sizes.split(","):
-        size = _size(text)
+    for size in read_sizes(arguments.sizes):
         if domains == 1:
             times = dict(algorithms(arguments.primitive, size, local, on)) if local > 1 else {"none": 0.0}
         else:
@@ -65,10 +63,3 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.primitive} over {found.devices} × {found.device.name}; * = fastest")
     print(table(("size", "algorithm", "time", "bus bandwidth"), cells, left=2))
     return 0
-
-
-def _size(text: str) -> int:
-    number, scale = (text[:-1], SCALES[text[-1]]) if text[-1:] in SCALES else (text, 1)
-    if not number.isdigit() or int(number) == 0:
-        raise BadInput(f"--sizes {text}: expected a number of bytes, e.g. 64K or 16M")
-    return int(number) * scale

@@ -1,0 +1,143 @@
+"""Time collectives, the backend's own beside programs, and check what they compute.
+
+Starts local ranks, or is one under torchrun, srun or mpirun. Columns as nccl-tests has them: busbw is algbw times
+2(n−1)/n for an all-reduce, (n−1)/n for reduce-scatter, all-gather and all-to-all, 1 for a broadcast.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fivefold.cli.arguments import add_debug_argument, add_json_argument, whole_number
+from fivefold.cli.comm.sizes import read_sizes
+from fivefold.cli.extras import require_torch
+from fivefold.config.errors import BadInput, RunFailed, did_you_mean
+from fivefold.config.tree import Cluster
+from fivefold.ledger.hardware import load_hardware
+from fivefold.ledger.programs.catalogue import PRIMITIVES
+from fivefold.render.comm import bench_page, bench_text
+
+if TYPE_CHECKING:
+    from fivefold.trainer.comm import Request
+    from fivefold.trainer.place import Place
+
+SIZES = "1K:16M"
+TYPES = ("float32", "float64", "bf16", "fp16", "int64")
+OPERATIONS = ("sum", "mean", "max", "min")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_ranks_argument(parser)
+    parser.add_argument(
+        "--sizes", default=SIZES, help=f"bytes: 64K,16M or 1K:64M (fourfold); default {SIZES}"
+    )
+    parser.add_argument("--primitives", default=",".join(PRIMITIVES), help="default: all")
+    parser.add_argument(
+        "--algorithms", default="", help="backends and programs, ring or ring@gloo; default: all"
+    )
+    parser.add_argument("--type", default="float32", choices=TYPES)
+    parser.add_argument("--op", default="sum", choices=OPERATIONS)
+    parser.add_argument("--per-host", type=whole_number, default=0, help="take so many ranks for a host")
+    parser.add_argument("--cluster", metavar="FILE", help="predict from this calibrated file")
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    add_json_argument(parser)
+    add_debug_argument(parser)
+
+
+def add_ranks_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=whole_number, default=2, help="local ranks to start; default 2")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 = done, 1 = some element was wrong."""
+    require_torch()
+    from fivefold.trainer.launch import as_rank
+    from fivefold.trainer.place import place_from
+
+    place = place_from(os.environ)
+    with as_rank(place):
+        request = _request(arguments)
+        if place is None:
+            return start(arguments.ranks, sys_words(arguments))
+        return _rank(arguments, request, place)
+
+
+def sys_words(arguments: argparse.Namespace) -> list[str]:
+    """The arguments again, for the ranks."""
+    words = ["comm", arguments.action]
+    for name, value in vars(arguments).items():
+        if name == "action" or value in (None, False, "", 0):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        words += [option] if value is True else [option, str(value)]
+    return words
+
+
+def start(ranks: int, words: list[str]) -> int:
+    """Starts local ranks with these arguments.
+
+    Raises:
+        BadInput: too few to communicate.
+    """
+    from fivefold.trainer.launch import start_local
+
+    if ranks < 2:
+        raise BadInput(f"--ranks {ranks}: collectives need two ranks at least")
+    sys.stdout.flush()
+    return start_local(["-m", "fivefold", *words], ranks)
+
+
+def _request(arguments: argparse.Namespace) -> "Request":
+    from fivefold.trainer.comm import Request, check_algorithms
+
+    primitives = tuple(filter(None, arguments.primitives.split(",")))
+    for primitive in primitives:
+        if primitive not in PRIMITIVES:
+            hint = did_you_mean(primitive, PRIMITIVES)
+            raise BadInput(f'--primitives: unknown primitive "{primitive}"; {hint}')
+    if arguments.op == "mean" and arguments.type == "int64":
+        raise BadInput("--op mean --type int64: whole numbers have no exact mean; take sum, max or min")
+    hardware = load_hardware(Cluster(path=arguments.cluster)) if arguments.cluster else None
+    request = Request(
+        primitives,
+        tuple(filter(None, arguments.algorithms.split(","))),
+        tuple(read_sizes(arguments.sizes)),
+        arguments.type,
+        arguments.op,
+        arguments.per_host,
+        hardware.measured if hardware else (),
+    )
+    check_algorithms(request)
+    return request
+
+
+def _rank(arguments: argparse.Namespace, request: "Request", place: "Place") -> int:
+    from fivefold.trainer.comm import bench_rows, check_algorithms, join
+
+    with join(place, check_algorithms(request), request.local) as joined:
+        rows = bench_rows(joined, request, progress(place.rank))
+    if place.rank == 0:
+        _show(arguments, rows)
+        bad = [
+            f"{row['algorithm']} {row['primitive']} of {row['bytes']} bytes" for row in rows if row["wrong"]
+        ]
+        if bad:
+            raise RunFailed(f"wrong results: {', '.join(bad)}")
+    return 0
+
+
+def progress(rank: int) -> Any:
+    """Tells on a terminal's stderr what is being measured."""
+    shown = rank == 0 and sys.stderr.isatty()
+    return lambda text: print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True) if shown else None
+
+
+def _show(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    if arguments.html:
+        Path(arguments.html).write_text(bench_page(rows), encoding="utf-8")
+    print(json.dumps({"rows": rows}, indent=1) if arguments.json else bench_text(rows))

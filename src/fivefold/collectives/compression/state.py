@@ -1,0 +1,75 @@
+"""What a compressor remembers between steps, by parameter, and how it survives a change of the number of ranks."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+OWN, SHARED = "own/", "shared/"
+
+
+class Memory:
+    """Tensors by parameter name; changes of a step are kept apart until the step is settled.
+
+    `own` ones differ from rank to rank and count as a sum over the ranks; `shared` ones are the same on all.
+    """
+
+    def __init__(self) -> None:
+        self._kept: State = {}
+        self._pending: State = {}
+
+    def own(self, kind: str, name: str, like: Tensor) -> Tensor:
+        """The newest value, shaped as `like`; zeros at first. Not to be written to."""
+        return self._get(f"{OWN}{kind}/{name}", like)
+
+    def shared(self, kind: str, name: str) -> Tensor | None:
+        key = f"{SHARED}{kind}/{name}"
+        return self._pending.get(key, self._kept.get(key))
+
+    def set_own(self, kind: str, name: str, value: Tensor) -> None:
+        self._pending[f"{OWN}{kind}/{name}"] = value
+
+    def set_shared(self, kind: str, name: str, value: Tensor) -> None:
+        self._pending[f"{SHARED}{kind}/{name}"] = value
+
+    def settle(self, applied: bool) -> None:
+        """Keeps what the step has changed, or forgets it."""
+        if applied:
+            self._kept.update(self._pending)
+        self._pending = {}
+
+    def tensors(self) -> list[Tensor]:
+        """All it holds, the changes of a step under way included."""
+        return [*self._kept.values(), *self._pending.values()]
+
+    def state_dict(self) -> State:
+        """What is kept, sharing storage. A step that is not settled is no part of it."""
+        return dict(self._kept)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._kept = {key: value.clone() for key, value in state.items()}
+        self._pending = {}
+
+    def _get(self, key: str, like: Tensor) -> Tensor:
+        found = self._pending.get(key, self._kept.get(key))
+        return torch.zeros_like(like) if found is None else found.view(like.shape)
+
+
+def resharded(states: Sequence[Mapping[str, Tensor]], ranks: int) -> list[State]:
+    """The states of `ranks` ranks that together keep what those of `len(states)` ranks kept.
+
+    New rank r takes the sum of the old ranks r, r + n', r + 2n', …; with more ranks than before, some start with
+    nothing. With as many as before every rank has its own again, bit for bit.
+    """
+    found: list[State] = [{} for _ in range(ranks)]
+    for rank, state in enumerate(states):
+        mine = found[rank % ranks]
+        for key, value in state.items():
+            if key.startswith(SHARED):
+                for each in found:
+                    each.setdefault(key, value)
+            else:
+                mine[key] = mine[key] + value if key in mine else value
+    return found

@@ -1,0 +1,1 @@
+"""Collectives between the ranks of one host through memory they share, and over gloo between hosts."""

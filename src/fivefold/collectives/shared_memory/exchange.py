@@ -1,0 +1,313 @@
+"""Collectives between the ranks of one segment, as operations of the engine.
+
+All of them are made of steps, numbered alike on all ranks. In a step a rank puts data into its slot (`_open`, copy,
+`_post`), and others read it (`_met`, copy, `_close`). A rank has two slots in turn: it may put out its data for a step
+once all have read those of the step before last. Data longer than a slot pass in rounds.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fivefold.collectives.shared_memory.engine import Lack, Steps
+from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
+from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment
+from fivefold.collectives.shared_memory.span import Span, shares
+
+copy = ctypes.memmove
+"""(to, from, bytes): a tenth of the overhead of a tensor's copy_, and no view of either side is needed."""
+
+AT_ONCE_BYTES = 1 << 17  # up to here every rank reduces everything itself: one meeting instead of two
+PRIMITIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+)
+
+
+class Exchange:
+    """The collectives of a segment."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._rank, self.size = segment.rank, segment.size
+        self._others = [rank for rank in range(self.size) if rank != self._rank]
+        self.share_bytes = (
+            segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
+        )  # of a slot, for each rank
+        self._reserved = [False, False]
+        self._step = 0
+        self._words = segment.words
+        self._posted = segment.posted(self._rank)
+        self._done = segment.done(self._rank)
+
+    def barrier(self) -> Steps:
+        note = _note("barrier", 0)
+        yield from self._open()
+        self._post(note)
+        yield from self._met(self._others, note)
+        self._close()
+
+    def all_reduce(self, span: Span, kind: Kind) -> Steps:
+        note = _note("all_reduce", span.nbytes, kind)
+        if span.nbytes <= min(AT_ONCE_BYTES, self._segment.slot_bytes):
+            if span.nbytes:
+                yield from self._all_reduce_at_once(span, kind, note)
+            return
+        together = self.share_bytes // span.tensor.itemsize * self.size
+        for start in range(0, span.numel, together):
+            part = span.part(start, min(together, span.numel - start))
+            yield from self._all_reduce_shared_out(part, kind, note)
+
+    def _all_reduce_at_once(self, span: Span, kind: Kind, note: int) -> Steps:
+        flat = span.vector()
+        yield from self._open()
+        copy(self._slot(self._rank), span.address, span.nbytes)
+        self._post(note)
+        yield from self._met(self._others, note)
+        parts = [self._view(rank, 0, span.numel, flat.dtype) for rank in range(self.size)]
+        if self._rank < 2:  # the first two are read before anything is written
+            parts[self._rank] = flat
+        reduce_into(flat, parts, kind)
+        self._close()
+
+    def _all_reduce_shared_out(self, span: Span, kind: Kind, note: int) -> Steps:
+        """Each rank reduces its share, and hands it to all."""
+        shared = shares(span, self.size)
+        mine = shared[self._rank]
+        flat = mine.vector()
+        width = shared[0].nbytes
+        yield from self._open()
+        for rank in self._others:
+            copy(self._slot(self._rank) + rank * width, shared[rank].address, shared[rank].nbytes)
+        self._post(note)
+        yield from self._met(self._others, note)
+        parts = [self._view(rank, self._rank * width, mine.numel, flat.dtype) for rank in range(self.size)]
+        parts[self._rank] = flat
+        step = self._step
+        yield from self._open()  # before the step before is closed: its data are still to be read
+        reduce_into(self._view(self._rank, 0, mine.numel, flat.dtype), parts, kind)
+        self._segment.set(self._done, step)
+        self._post(note)
+        copy(mine.address, self._slot(self._rank), mine.nbytes)
+        for rank in self._others:
+            yield from self._met([rank], note)
+            copy(shared[rank].address, self._slot(rank), shared[rank].nbytes)
+        self._close()
+
+    def reduce_scatter(self, out: Span, inputs: Sequence[Span], kind: Kind) -> Steps:
+        """`inputs` holds this rank's part for each rank, as long as that rank's `out`; its own may be `out`."""
+        longest = max(part.numel for part in inputs)
+        item, dtype = out.tensor.itemsize, out.tensor.dtype
+        note = _note("reduce_scatter", longest * item, kind)
+        own, flat, width = inputs[self._rank].vector(), out.vector(), self.share_bytes
+        # The third rank's own part is read after `out` is written: where they are one, its slot keeps it.
+        keeps = self._rank >= 2 and inputs[self._rank].address == out.address
+        for start, stop in rounds(longest, width // item):
+            yield from self._open()
+            slot = self._slot(self._rank)
+            for rank in range(self.size) if keeps else self._others:
+                source = inputs[rank]
+                size = within(start, stop, source.numel) * item
+                copy(slot + rank * width, source.address + start * item, size)
+            self._post(note)
+            yield from self._met(self._others, note)
+            if numel := within(start, stop, out.numel):
+                parts = [self._view(r, self._rank * width, numel, dtype) for r in range(self.size)]
+                if not keeps:
+                    parts[self._rank] = own[start : start + numel]
+                reduce_into(flat[start : start + numel], parts, kind)
+            self._close()
+
+    def all_gather(self, outputs: Sequence[Span], source: Span) -> Steps:
+        """`outputs` has a place for each rank's `source`; these may differ in length."""
+        longest = max(out.nbytes for out in outputs)
+        note = _note("all_gather", longest)
+        mine = outputs[self._rank]
+        for start, stop in rounds(longest, self._segment.slot_bytes):
+            yield from self._open()
+            size = within(start, stop, source.nbytes)
+            copy(self._slot(self._rank), source.address + start, size)
+            self._post(note)
+            if mine.address != source.address:
+                copy(mine.address + start, source.address + start, size)
+            for rank in self._others:
+                yield from self._met([rank], note)
+                out = outputs[rank]
+                copy(out.address + start, self._slot(rank), within(start, stop, out.nbytes))
+            self._close()
+
+    def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], *, even: bool) -> Steps:
+        """`inputs[r]` goes to rank r, `outputs[r]` comes from it. `even`: all are equally long, on all ranks."""
+        longest = inputs[0].nbytes
+        if not even:
+            table: list[list[int]] = []
+            yield from self._tell(_note("all_to_all", 0), [part.nbytes for part in inputs], table)
+            for rank in self._others:
+                if (sent := table[rank][self._rank]) != outputs[rank].nbytes:
+                    name = self._segment.peers[rank].rank
+                    raise RuntimeError(f"rank {name} sends {sent} bytes, {outputs[rank].nbytes} are expected")
+            longest = max(map(max, table))
+        note = _note("all_to_all", longest)
+        mine, width = inputs[self._rank], self.share_bytes
+        for start, stop in rounds(longest, width):
+            yield from self._open()
+            slot = self._slot(self._rank)
+            for rank in self._others:
+                source = inputs[rank]
+                copy(slot + rank * width, source.address + start, within(start, stop, source.nbytes))
+            self._post(note)
+            size = within(start, stop, mine.nbytes)
+            copy(outputs[self._rank].address + start, mine.address + start, size)
+            for rank in self._others:
+                yield from self._met([rank], note)
+                size = within(start, stop, outputs[rank].nbytes)
+                copy(outputs[rank].address + start, self._slot(rank) + self._rank * width, size)
+            self._close()
+
+    def broadcast(self, span: Span, root: int) -> Steps:
+        note = _note("broadcast", span.nbytes, root=root)
+        for start, stop in rounds(span.nbytes, self._segment.slot_bytes):
+            yield from self._open(writes=self._rank == root)
+            if self._rank == root:
+                copy(self._slot(root), span.address + start, stop - start)
+                self._post(note)
+            else:
+                yield from self._met([root], note)
+                copy(span.address + start, self._slot(root), stop - start)
+            self._close()
+
+    def reduce(self, span: Span, root: int, kind: Kind) -> Steps:
+        note = _note("reduce", span.nbytes, kind, root)
+        flat = span.vector()
+        item = flat.itemsize
+        for start, stop in rounds(span.numel, self._segment.slot_bytes // item):
+            yield from self._open()
+            copy(self._slot(self._rank), span.address + start * item, (stop - start) * item)
+            self._post(note)
+            if self._rank == root:
+                yield from self._met(self._others, note)
+                parts = [self._view(rank, 0, stop - start, flat.dtype) for rank in range(self.size)]
+                reduce_into(flat[start:stop], parts, kind)
+            self._close()
+
+    def gather(self, outputs: Sequence[Span], source: Span, root: int) -> Steps:
+        """`outputs` has a place for each rank's `source` on the root, and is empty elsewhere."""
+        note = _note("gather", source.nbytes, root=root)
+        if self._rank == root:
+            copy(outputs[root].address, source.address, source.nbytes)
+        for start, stop in rounds(source.nbytes, self._segment.slot_bytes):
+            yield from self._open(writes=self._rank != root)
+            if self._rank != root:
+                copy(self._slot(self._rank), source.address + start, stop - start)
+                self._post(note)
+            else:
+                for rank in self._others:
+                    yield from self._met([rank], note)
+                    copy(outputs[rank].address + start, self._slot(rank), stop - start)
+            self._close()
+
+    def scatter(self, out: Span, inputs: Sequence[Span], root: int) -> Steps:
+        """`inputs` holds each rank's part on the root, and is empty elsewhere."""
+        note = _note("scatter", out.nbytes, root=root)
+        width = self.share_bytes
+        if self._rank == root:
+            copy(out.address, inputs[root].address, out.nbytes)
+        for start, stop in rounds(out.nbytes, width):
+            yield from self._open(writes=self._rank == root)
+            if self._rank == root:
+                for rank in self._others:
+                    copy(self._slot(root) + rank * width, inputs[rank].address + start, stop - start)
+                self._post(note)
+            else:
+                yield from self._met([root], note)
+                copy(out.address + start, self._slot(root) + self._rank * width, stop - start)
+            self._close()
+
+    def _tell(self, note: int, numbers: list[int], table: list[list[int]]) -> Steps:
+        """Fills `table` with the numbers of each rank."""
+        size = len(numbers)
+        yield from self._open()
+        self._view(self._rank, 0, size, torch.int64).copy_(torch.tensor(numbers))
+        self._post(note)
+        yield from self._met(self._others, note)
+        table += [self._view(rank, 0, size, torch.int64).tolist() for rank in range(self.size)]
+        self._close()
+
+    # The steps
+
+    def _open(self, *, writes: bool = True) -> Steps:
+        """Begins the next step; this rank's slot is free for what it puts out."""
+        self._step = step = self._step + 1
+        if writes:
+            if not self._reserved[step & 1]:
+                self._segment.reserve(self._segment.slot(self._rank, step), self._segment.slot_bytes)
+                self._reserved[step & 1] = True
+            for rank in self._others:
+                word = self._segment.done(rank)
+                if self._words[word] + 2 < step:
+                    yield Lack(word, step - 2, rank)
+
+    def _post(self, note: int) -> None:
+        """This rank's slot is ready to be read."""
+        self._words[self._segment.note(self._rank, self._step)] = note
+        self._segment.set(self._posted, self._step)
+
+    def _met(self, ranks: Iterator[int] | Sequence[int], note: int) -> Steps:
+        """Waits until those ranks' slots are ready.
+
+        Raises:
+            RuntimeError: one of them is in another collective.
+        """
+        step = self._step
+        for rank in ranks:
+            word = self._segment.posted(rank)
+            if self._words[word] < step:
+                yield Lack(word, step, rank)
+            found = self._words[self._segment.note(rank, step)]
+            if found != note:
+                name = self._segment.peers[rank].rank
+                raise RuntimeError(f"rank {name} has entered {_read(found)} in its place, not {_read(note)}")
+
+    def _close(self) -> None:
+        """This rank has read all it needs of this step, and of those before."""
+        self._segment.set(self._done, self._step)
+
+    def _slot(self, rank: int) -> int:
+        """The address of a rank's slot."""
+        return self._segment.address + self._segment.slot(rank, self._step)
+
+    def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A part of a rank's slot."""
+        return self._segment.view(self._segment.slot(rank, self._step) + offset, numel, dtype)
+
+
+def rounds(length: int, most: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of pieces of at most so much."""
+    return pairwise([*range(0, length, most), length])
+
+
+def within(start: int, stop: int, length: int) -> int:
+    """How much of start to stop lies within so much."""
+    return max(0, min(stop, length) - start)
+
+
+# A note says in one word what a rank does: primitive, reduction, root and bytes.
+
+
+def _note(primitive: str, size: int, kind: Kind = Kind.SUM, root: int = 0) -> int:
+    return PRIMITIVES.index(primitive) << 60 | kind << 56 | root << 44 | size
+
+
+def _read(note: int) -> str:
+    primitive = PRIMITIVES[note >> 60]
+    return f"{primitive} of {note & (1 << 44) - 1} bytes"

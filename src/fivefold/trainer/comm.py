@@ -1,0 +1,281 @@
+"""Ranks that measure collectives: joining, measuring, and what rank 0 reports."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from fivefold.collectives.bench import Bench, Case
+from fivefold.collectives.calibrate import Calibrated, Sizes, calibrate, ring_rate
+from fivefold.collectives.execute import Operation
+from fivefold.collectives.fit import Point, fit
+from fivefold.config.errors import BadInput, did_you_mean
+from fivefold.ledger.hardware import Hardware, Measured
+from fivefold.ledger.network import wire_bytes
+from fivefold.ledger.programs.catalogue import PROGRAMS, TWO_LEVEL, Setting, best_pieces, program
+from fivefold.ledger.programs.steps import Fabric, Link, seconds
+from fivefold.trainer import machine
+from fivefold.trainer.place import Place, open_store
+
+SHIFT_SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
+TIMEOUT_SECONDS = 120.0
+# Which program a backend's own collective is taken for in a prediction. gloo's reduce-scatter takes as long as
+# its all-reduce; its all-to-all is pairwise.
+_TAKEN_FOR = {
+    "gloo": {
+        "all_reduce": ("all_reduce", "ring"),
+        "all_gather": ("all_gather", "ring"),
+        "reduce_scatter": ("all_reduce", "ring"),
+        "all_to_all": ("all_to_all", "pairwise"),
+        "broadcast": ("broadcast", "binomial"),
+    }
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `comm bench` is asked for.
+
+    Attributes:
+        algorithms: names of backends and programs; a program may name its transport: "ring@gloo". Empty: all.
+        local: ranks a host for two-level programs; 0 = what the launcher says.
+        measured: rows of a cluster file, in place of a prediction from this run's own messages.
+    """
+
+    primitives: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    operation: Operation
+    local: int
+    measured: tuple[Measured, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A rank among the ranks that measure."""
+
+    place: Place
+    device: torch.device
+    backend: str
+    groups: dict[str, dist.ProcessGroup]
+    local: int  # ranks a host
+
+    @property
+    def hosts(self) -> int:
+        return self.place.world_size // self.local
+
+    def bench(self, fabric: Fabric | Link, groups: dict[str, dist.ProcessGroup] | None = None) -> Bench:
+        synchronize = lambda: machine.synchronize(self.device)  # noqa: E731
+        return Bench(groups or self.groups, fabric, self.local, self.device, synchronize)
+
+
+@contextmanager
+def join(place: Place, backends: Sequence[str], local: int = 0) -> Iterator[Joined]:
+    """Joins the group of all ranks, and one more for every other backend asked for."""
+    device = machine.device(place.local_rank)
+    default = dist.get_default_backend_for_device(device)
+    world, per_host = place.world_size, local or place.local_world_size
+    if world % per_host:
+        raise BadInput(f"{world} ranks do not fill hosts of {per_host}; start equally many on every host")
+    store = open_store(place, TIMEOUT_SECONDS)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    dist.init_process_group(default, store=store, rank=place.rank, world_size=world, timeout=timeout)
+    assert dist.group.WORLD is not None
+    groups = {default: dist.group.WORLD}
+    for backend in backends:
+        if backend not in groups:
+            groups[backend] = dist.new_group(backend=backend, timeout=timeout)
+    yield Joined(place, device, default, groups, per_host)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_algorithms(request: Request) -> tuple[str, ...]:
+    """The backends that a request names, before anything is started.
+
+    Raises:
+        BadInput: a name that is neither a backend nor a program of any of the primitives.
+    """
+    programs = {name for primitive in request.primitives for name in PROGRAMS[primitive]}
+    known = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+    found = []
+    for algorithm in request.algorithms:
+        name, at, transport = algorithm.partition("@")
+        backend = transport if at else name if name not in programs else ""
+        if backend and (backend not in known or backend == "undefined"):
+            hint = did_you_mean(backend, {*known, *programs} - {"undefined"})
+            raise BadInput(f'--algorithms {algorithm}: no backend or algorithm "{backend}"; {hint}')
+        if at and name not in programs:
+            raise BadInput(f'--algorithms {algorithm}: no algorithm "{name}"; {did_you_mean(name, programs)}')
+        found += [backend] if backend else []
+    return tuple(dict.fromkeys(found))
+
+
+def bench_rows(joined: Joined, request: Request, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+    """The rows of `comm bench`, the same on every rank. Collective."""
+    fabric = _fabric(joined)
+    bench = joined.bench(fabric)
+    rows = []
+    for primitive in request.primitives:
+        for size in request.sizes:
+            tell(f"{primitive} {size}")
+            cases = _cases(joined, request, primitive, size)
+            for result in bench.measure(cases):
+                rows.append(_row(joined, request, fabric, result.case, result.seconds, result.wrong))
+    return rows
+
+
+def _cases(joined: Joined, request: Request, primitive: str, size: int) -> list[Case]:
+    ranks, dtype = joined.place.world_size, machine.DTYPES.get(request.dtype, torch.int64)
+    unit = 1 if primitive in ("all_reduce", "broadcast") else ranks
+    elements = max(1, size // (dtype.itemsize * unit)) * unit
+    names = request.algorithms or (*joined.groups, *PROGRAMS[primitive])
+    cases = []
+    for algorithm in names:
+        name, _, transport = algorithm.partition("@")
+        one_host = name in TWO_LEVEL and joined.hosts == 1
+        if name in joined.groups or (name in PROGRAMS[primitive] and (request.algorithms or not one_host)):
+            cases.append(
+                Case(primitive, name, transport or joined.backend, elements, dtype, request.operation)
+            )
+    return cases
+
+
+def _row(
+    joined: Joined, request: Request, fabric: Fabric | Link, case: Case, spent: float, wrong: int
+) -> dict[str, Any]:
+    ranks = joined.place.world_size
+    own = case.algorithm in joined.groups
+    shown = (
+        case.algorithm if own or case.transport == joined.backend else f"{case.algorithm}@{case.transport}"
+    )
+    reducing = case.primitive in ("all_reduce", "reduce_scatter")
+    return {
+        "primitive": case.primitive,
+        "algorithm": shown,
+        "bytes": case.size,
+        "count": case.elements,
+        "type": request.dtype,
+        "redop": case.operation if reducing else "none",
+        "ranks": ranks,
+        "seconds": spent,
+        "algbw": case.size / spent,
+        "busbw": bus_bytes(case.primitive, case.size, ranks) / spent,
+        "predicted_seconds": _predicted(joined, request, fabric, case),
+        "wrong": wrong,
+    }
+
+
+def bus_bytes(primitive: str, size: float, ranks: int) -> float:
+    """Bytes over the busiest link of an ideal algorithm (nccl-tests' bus bandwidth, times the time)."""
+    return size if primitive == "broadcast" else wire_bytes(primitive, size, ranks)
+
+
+def _predicted(joined: Joined, request: Request, fabric: Fabric | Link, case: Case) -> float | None:
+    """From the cluster file's row of that backend; else the program's steps on the links of this run."""
+    shape = (joined.local, joined.hosts)
+    for item in request.measured:
+        same = (item.primitive, item.backend, item.local, item.hosts)
+        if same == (case.primitive, case.algorithm, *shape):
+            return item.link.seconds(case.size)
+    ranks, primitive, name = joined.place.world_size, case.primitive, case.algorithm
+    if name in joined.groups:
+        if name not in _TAKEN_FOR or name != joined.backend:
+            return None
+        primitive, name = _TAKEN_FOR[name][primitive]
+    elif case.transport != joined.backend:
+        return None
+    pieces = best_pieces(ranks, case.size, fabric)
+    return seconds(program(primitive, name, Setting(ranks, joined.local, pieces)), case.size, fabric)
+
+
+def _fabric(joined: Joined) -> Fabric | Link:
+    """The links as one round of a program sees them, from messages of every rank to its neighbour.
+
+    Between hosts the first rank of each speaks alone: gloo's ranks share their host's port.
+    """
+    if joined.hosts == 1:
+        return _link(joined.bench(Link(1.0, 1.0)))
+    inside, between = host_groups(joined)
+    near, far = Link(1.0, 1.0), Link(1.0, 1.0)
+    if joined.local > 1:
+        near = _link(joined.bench(near, {joined.backend: inside}))
+    if joined.place.rank % joined.local == 0:
+        far = _link(joined.bench(far, {joined.backend: between}))
+    told = torch.tensor(far, dtype=torch.float64, device=joined.device)
+    dist.broadcast(told, 0)
+    far = Link(*told.tolist())
+    return Fabric(near if joined.local > 1 else far, far, joined.local, shared=joined.device.type == "cpu")
+
+
+def host_groups(joined: Joined) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's host, and the ranks of its place on every host."""
+    local, hosts = joined.local, joined.hosts
+    inside = [list(range(host * local, (host + 1) * local)) for host in range(hosts)]
+    between = [list(range(place, local * hosts, local)) for place in range(local)]
+    mine = []
+    for lists in (inside, between):
+        made, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
+        assert made is not None
+        mine.append(made)
+    return mine[0], mine[1]
+
+
+def _link(bench: Bench) -> Link:
+    return fit([Point(size, median(bench.shift(size))) for size in SHIFT_SIZES])
+
+
+def calibration(joined: Joined, sizes: Sizes, tell: Callable[[str], None]) -> list[Calibrated]:
+    """Every primitive of the default backend inside a host, between hosts, and over all ranks. Collective.
+
+    Between hosts all ranks of a host work at once, as in training, so a shared port is shared.
+    """
+    local, hosts, found = joined.local, joined.hosts, []
+    if hosts > 1:
+        inside, between = host_groups(joined)
+        for group, shape in ((inside, (local, 1)), (between, (1, hosts))):
+            if group.size() > 1:
+                bench = joined.bench(Link(1.0, 1.0), {joined.backend: group})
+                found += calibrate(bench, joined.backend, *shape, sizes, tell)
+    if hosts == 1 or local > 1:
+        bench = joined.bench(Link(1.0, 1.0))
+        found += calibrate(bench, joined.backend, local, hosts, sizes, tell)
+    return found
+
+
+def as_rows(found: Sequence[Calibrated]) -> list[dict[str, Any]]:
+    """The fits, with the points behind them, for JSON."""
+    return [
+        msgspec.to_builtins(item.measured)
+        | {"points": [point._asdict() for point in item.fitted]}
+        | {"held_out": [point._asdict() for point in item.held_out]}
+        for item in found
+    ]
+
+
+def calibrated_hardware(joined: Joined, base: Hardware, found: Sequence[Calibrated]) -> Hardware:
+    """`base` with this cluster's shape, the links as a ring all-reduce sees them, and every fit."""
+    rows = tuple(item.measured for item in found)
+    local, hosts = joined.local, joined.hosts
+    node, network, sources = base.node, base.network, dict(base.sources)
+    inside = ring_rate(rows, local, 1) if local > 1 else None
+    between = ring_rate(rows, 1, hosts) if hosts > 1 else None
+    if inside:
+        node = msgspec.structs.replace(node, latency=inside.latency, bandwidth=inside.bandwidth)
+        sources["node"] = "measured by fivefold comm calibrate"
+    if between:
+        network = msgspec.structs.replace(
+            network, latency=between.latency, bandwidth=between.bandwidth, oversubscription=1.0
+        )
+        sources["network"] = "measured by fivefold comm calibrate"
+    node = msgspec.structs.replace(node, devices=local, domain=0)
+    return msgspec.structs.replace(
+        base, nodes=hosts, node=node, network=network, measured=rows, sources=sources
+    )

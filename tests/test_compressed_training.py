@@ -1,0 +1,221 @@
+"""Training with compressed gradients: near the reference, in fewer bytes, through checkpoints and other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace as dataclass_replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace as structs_replace
+
+from fivefold.config.errors import ConfigError
+from fivefold.config.load import parse
+from fivefold.config.tree import Checkpoint, Config
+from fivefold.ledger.compression import compression_of, messages
+from fivefold.ledger.total import estimate
+from fivefold.planner.compression import compression_verdicts
+from fivefold.planner.jobs import job_of
+from fivefold.proof.error import errors
+from fivefold.spec.legal import resolve_config
+from fivefold.spec.parameters import parameters
+from fivefold.trainer.batches import held_out_share
+from fivefold.trainer.checkpoint import Checkpointer
+from fivefold.trainer.state import Regrouped, compression_state, tensors
+from fivefold.trainer.step import Stepper
+from ranks import Ranks
+from toy import CPU, FLAGS, global_batch, reference, start_group, stepper_on, toy_config, train_on_ranks
+
+REPLICAS = {"dp_replicate": 2}
+HYBRID = {"dp_replicate": 2, "dp_shard": 2}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4, backend=None) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("layout", "bound"),
+    [
+        (REPLICAS | {"compression": "bf16"}, 0.01),
+        (REPLICAS | {"compression": "int8"}, 0.05),
+        (REPLICAS | {"tp": 2, "compression": "int8"}, 0.05),
+        (REPLICAS | {"cp": 2, "compression": "bf16"}, 0.01),
+        (HYBRID | {"zero": 1, "compression": "int8"}, 0.05),
+        (HYBRID | {"zero": 2, "compression": "bf16"}, 0.01),
+        (HYBRID | {"zero": 3, "compression": "fp16"}, 0.01),
+        # Sent densely from 1/n on: exact.
+        (REPLICAS | {"compression": "topk", "compression_density": 0.5}, 1e-12),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_the_first_gradient_is_nearly_the_reference(
+    ranks: Ranks, layout: dict[str, Any], bound: float
+) -> None:
+    config = toy_config(steps=2, **layout)
+    world = 2 * max(layout.get(axis, 1) for axis in ("dp_shard", "tp", "cp"))
+    found = ranks.run(train_on_ranks, config, world_size=world)[0]
+    expected = reference(config)
+    assert max(errors(found["gradients"], expected["gradients"]).values()) < bound
+    assert found["loss"][1] == pytest.approx(expected["loss"][1], rel=bound)
+    kept = [name for name in found["state"] if name.startswith("compression.own/error/")]
+    assert kept
+
+
+def test_bytes_are_counted_as_they_are_sent(ranks: Ranks) -> None:
+    """int8: a little over a quarter of float32 both ways, instead of one all-reduce."""
+    plain, coded = (
+        ranks.run(
+            train_on_ranks, toy_config(steps=1, dtype="float32", compression=c, **REPLICAS), world_size=2
+        )
+        for c in ("none", "int8")
+    )
+    bytes_of = [
+        {row.primitive: row.bytes_per_rank for row in found[0]["rows"][0] if row.axis == "dp_replicate"}
+        for found in (plain, coded)
+    ]
+    assert set(bytes_of[0]) == {"all_reduce"}
+    assert set(bytes_of[1]) == {"all_to_all", "all_gather"}
+    assert sum(bytes_of[1].values()) < 0.6 * bytes_of[0]["all_reduce"]
+
+
+def stepped(rank: int, n: int, config: Config, first: int, count: int, directory: str, save: bool) -> Stepper:
+    """Some steps, from the newest checkpoint in `directory`; saves at the end if asked to."""
+    recorder = start_group()
+    resolved = resolve_config(config, n)
+    stepper = stepper_on(resolved, recorder)
+    checkpoints = Checkpointer(Path(directory), Checkpoint())
+    if (path := checkpoints.latest()) is not None:
+        regrouped = Regrouped(stepper.model, checkpoints.shapes(path))
+        checkpoints.load(path, tensors(stepper.model, stepper.optimizer) | regrouped.tensors)
+        regrouped.adopt()
+        stepper.optimizer.set_updates(first)
+        stepper.model.data.updated()
+    for step in range(first, first + count):
+        share = held_out_share(global_batch(config, step), resolved.batch, resolved.mesh.data_rank(rank), CPU)
+        stepper.step(share, 1e-3, FLAGS)
+    if save:
+        checkpoints.save(first + count, tensors(stepper.model, stepper.optimizer), {}, "", asynchronous=False)
+    checkpoints.close()
+    return stepper
+
+
+def kept_and_weights(
+    rank: int, n: int, config: Config, first: int, count: int, directory: str, save: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Σ over the ranks of what they keep, what this one keeps, and the weights."""
+    model = stepped(rank, n, config, first, count, directory, save).model
+    own = {each.key: each.value for each in compression_state(model)}
+    totals = {}
+    for each in compression_state(model):
+        if each.is_own:
+            totals[each.key] = each.value.clone()
+            dist.all_reduce(totals[each.key])
+    return totals, own, {p.spec.name: p.value.detach() for p in model.parameters}
+
+
+@pytest.mark.parametrize("method", ["int8", "powersgd", "topk"])
+def test_checkpoints_keep_the_state_also_for_other_numbers_of_ranks(
+    ranks: Ranks, method: str, tmp_path: Path
+) -> None:
+    def config(n: int) -> Config:
+        return toy_config(dp_replicate=n, compression=method, compression_density=0.1, compression_rank=2)
+
+    whole = ranks.run(kept_and_weights, config(3), 0, 4, str(tmp_path / "a"), False, world_size=3)
+    half = ranks.run(kept_and_weights, config(3), 0, 2, str(tmp_path / "b"), True, world_size=3)
+    rest = ranks.run(kept_and_weights, config(3), 2, 2, str(tmp_path / "b"), False, world_size=3)
+    for (_, own, weights), (_, own_again, weights_again) in zip(whole, rest, strict=True):
+        assert own.keys() == own_again.keys()
+        assert all(torch.equal(own[key], own_again[key]) for key in own)
+        assert all(torch.equal(weights[key], weights_again[key]) for key in weights)
+    for n in (2, 4):
+        totals = ranks.run(kept_and_weights, config(n), 2, 0, str(tmp_path / "b"), False, world_size=n)[0][0]
+        assert totals.keys() == half[0][0].keys()
+        for key, total in totals.items():
+            torch.testing.assert_close(total, half[0][0][key], rtol=1e-12, atol=1e-15)
+
+
+def check_skip(rank: int, n: int, directory: str) -> None:
+    """A step that is not applied leaves what is kept as it was."""
+    config = toy_config(compression="int8", **REPLICAS)
+    stepper = stepped(rank, n, config, 0, 2, directory, False)
+    before = {each.key: each.value.clone() for each in compression_state(stepper.model)}
+    resolved = resolve_config(config, n)
+    share = held_out_share(global_batch(config, 2), resolved.batch, resolved.mesh.data_rank(rank), CPU)
+
+    weight = stepper.model.data.buckets[-1].parameters[0]
+    hook = weight.register_hook(lambda gradient: gradient * (torch.inf if rank == 1 else 1.0))
+    spoilt = stepper.step(share, 1e-3, FLAGS)
+    hook.remove()
+    assert spoilt.skipped is not None
+    after = {each.key: each.value for each in compression_state(stepper.model)}
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert stepper.step(share, 1e-3, FLAGS).skipped is None
+
+
+def test_a_skipped_step_keeps_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(check_skip, str(tmp_path), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ({"compression": "int8"}, "there are none; set dp_replicate ≥ 2"),
+        ({"compression": "int8", "dp_shard": 2, "zero": 3}, "set zero = 0, or dp_replicate ≥ 2"),
+    ],
+)
+def test_what_cannot_be_compressed_is_refused(layout: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolve_config(toy_config(**layout))
+
+
+def test_a_loss_scale_is_refused() -> None:
+    config = toy_config(dtype="fp16", compression="int8", **REPLICAS)
+    with pytest.raises(ConfigError, match="loss scale"):
+        resolve_config(config)
+
+
+def test_the_ledger_counts_what_is_sent_and_kept() -> None:
+    """As collectives/compression does, which another test counts; PowerSGD on whole matrices."""
+    for method in ("bf16", "int8", "topk", "powersgd"):
+        config = toy_config(dtype="float32", compression=method, compression_rank=2, **REPLICAS)
+        found = estimate(job_of(config))
+        rows = [row for row in found.traffic if row.phase == "gradient"]
+        how, buckets = compression_of(config.parallel), bucket_shapes(config)
+        expected = sum(size for shapes in buckets for _, size in messages(how, shapes, 4, 2))
+        assert sum(row.bytes_per_rank for row in rows) == pytest.approx(expected, rel=0.1)
+        plain = estimate(job_of(toy_config(dtype="float32", **REPLICAS)))
+        kept = found.fullest.memory.optimizer - plain.fullest.memory.optimizer
+        assert kept == 8 * sum(spec.numel for spec in parameters(config.model))
+
+
+def bucket_shapes(config: Config) -> list[list[tuple[int, ...]]]:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for spec in parameters(config.model):
+        found.setdefault(spec.name.split(".")[1] if spec.name.startswith("layers.") else "", []).append(
+            spec.shape
+        )
+    return list(found.values())
+
+
+def test_plan_says_whether_compression_pays() -> None:
+    """GPT-2 on two devices: over NVLink no method pays, over 100 Mbit/s every one does."""
+    job = job_of(
+        parse(
+            "[model]\nlayers = 12\nhidden = 768\nheads = 12\nffn = 2048\nvocab = 50257\n"
+            '[cluster]\npreset = "1x2 h100"\n'
+            "[parallel]\ndp_replicate = 2\n[batch]\nglobal_batch = 2\nsequence_length = 1024\n"
+        )
+    )
+    lines = compression_verdicts(job)
+    assert len(lines) == 4
+    assert all(line.endswith("does not pay") for line in lines)
+    node = structs_replace(job.hardware.node, bandwidth=1.25e7)
+    slow = compression_verdicts(dataclass_replace(job, hardware=structs_replace(job.hardware, node=node)))
+    assert all(line.endswith(", pays") for line in slow)
+    assert compression_verdicts(dataclass_replace(job, dp_replicate=1)) == []
