@@ -282,7 +282,6 @@ def check_trainable(resolved: Resolved) -> None:
         "machine.compile with context parallel": config.machine.compile and mesh.cp > 1,
         "machine.compile with experts": config.machine.compile and model.experts.count > 0,
         "machine.compile with pipeline parallel": config.machine.compile and mesh.pp > 1,
-        "batch.ramp with pipeline parallel": resolved.course.growths > 0 and mesh.pp > 1,
         "machine.compile with tensor parallel": config.machine.compile and mesh.tp > 1,
     }
     if used := [name for name, is_used in lacking.items() if is_used]:

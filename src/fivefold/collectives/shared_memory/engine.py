@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fivefold.collectives.shared_memory.segment import Segment
 
@@ -139,7 +140,9 @@ class Lane:
             moved = True
             operation = self._queue[0]
             try:
-                self.lack = next(operation.steps)
+                # Whoever waits may be under a dispatch mode (selective recomputation is one): not its business.
+                with _disable_current_modes():
+                    self.lack = next(operation.steps)
             except StopIteration:
                 self._end()
             except BaseException as error:
