@@ -191,6 +191,21 @@ def reduced_in_bf16() -> Any:
     return swapped(Bucket, "finish", make)
 
 
+def float32_reduced_in_bf16() -> Any:
+    """The same in float32 alone: float64 does not have it."""
+
+    def make(before: Any) -> Any:
+        def finish(self: Bucket) -> None:
+            before(self)
+            for value in self.values:
+                if value.grad is not None and value.grad.dtype == torch.float32:
+                    value.grad = value.grad.bfloat16().to(value.grad.dtype)
+
+        return finish
+
+    return swapped(Bucket, "finish", make)
+
+
 def stale_parameters() -> Any:
     """What forward sees is not gathered again after the update."""
     return swapped(DataParallel, "updated", _only_first)

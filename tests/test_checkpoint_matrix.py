@@ -116,9 +116,9 @@ def test_each_loads_in_each(ranks: Ranks, tmp_path: Path, layouts: list[str]) ->
     saved = []
     for layout, directory in zip(layouts, directories, strict=True):
         world_size = LAYOUTS[layout][0]
-        saved.append(ranks.run(save, layout, directory, world_size=world_size)[0])
+        saved.append(ranks.run(save, layout, directory, world_size=world_size, timeout=300.0)[0])
     for layout in layouts:
-        loaded = ranks.run(load, layout, directories, world_size=LAYOUTS[layout][0], timeout=180.0)[0]
+        loaded = ranks.run(load, layout, directories, world_size=LAYOUTS[layout][0], timeout=300.0)[0]
         for source, before, after in zip(layouts, saved, loaded, strict=True):
             what = f"{source}, loaded in {layout}"
             assert after.state.keys() == before.state.keys(), what

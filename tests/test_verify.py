@@ -85,6 +85,32 @@ def test_layouts_of_8_ranks(preset: str, count: int) -> None:
     assert len(every_layout(load(preset), 8)) == count
 
 
+# Precisions
+
+
+def laid_out(preset: str, dtype: str, **parallel: Any) -> Config:
+    config = load(preset, [f"precision.dtype={dtype}", "batch.global_batch=32"])
+    return replace(config, parallel=replace(config.parallel, dp_replicate=1, dp_shard=2, zero=1, **parallel))
+
+
+@pytest.mark.injected_fault
+def test_what_float64_makes_go_away_is_rounding() -> None:
+    with Verifier(2, faults.float32_reduced_in_bf16) as verifier:
+        case = verifier.case(laid_out("quickstart", "float32"), ["float64", "float32"])
+    assert not case.passed
+    assert case.comparisons["float64"].passed
+    told = case.document()
+    assert told["kind"].startswith("rounding: float64 shrinks it from ")
+    assert told["axis"] == "dp_shard"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_below_float64_the_routing_is_the_references(verifier: Verifier, dtype: str) -> None:
+    case = verifier.case(laid_out("quickstart-moe", dtype, ep=2, recompute="full"), [dtype])
+    assert case.passed, case.document()
+    assert "routing choices would have been" in case.document()["routing"]
+
+
 # The command
 
 
