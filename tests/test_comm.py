@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.cli.comm.sizes import read_sizes
@@ -117,6 +117,7 @@ def test_a_calibrated_file_reaches_the_ledger(tmp_path: Path) -> None:
     knee=st.booleans(),
     seed=st.integers(0, 2**32),
 )
+@settings(max_examples=20)
 def test_a_fit_finds_the_line_behind_noisy_and_spoilt_times(
     latency: float, bandwidth: float, slowdown: float, knee: bool, seed: int
 ) -> None:

@@ -47,7 +47,7 @@ def ranks() -> Iterator[Ranks]:
         (REPLICAS | {"tp": 2, "compression": "int8"}, 0.05),
         (REPLICAS | {"cp": 2, "compression": "bf16"}, 0.01),
         (HYBRID | {"zero": 1, "compression": "int8"}, 0.05),
-        (HYBRID | {"zero": 2, "compression": "bf16"}, 0.01),
+        pytest.param(HYBRID | {"zero": 2, "compression": "bf16"}, 0.01, marks=pytest.mark.full),
         (HYBRID | {"zero": 3, "compression": "fp16"}, 0.01),
         # Sent densely from 1/n on: exact.
         (REPLICAS | {"compression": "topk", "compression_density": 0.5}, 1e-12),
@@ -151,7 +151,7 @@ def kept_and_weights(
     return totals, own, {p.spec.name: p.value.detach() for p in model.parameters}
 
 
-@pytest.mark.parametrize("method", ["int8", "powersgd", "topk"])
+@pytest.mark.parametrize("method", ["int8", pytest.param("powersgd", marks=pytest.mark.full), "topk"])
 def test_checkpoints_keep_the_state_also_for_other_numbers_of_ranks(
     ranks: Ranks, method: str, tmp_path: Path
 ) -> None:
