@@ -26,7 +26,7 @@ from fivefold.nn.decoder import Decoder
 from fivefold.nn.inputs import Inputs
 from fivefold.parallel.local import LocalParameter
 from fivefold.spec import schedules
-from fivefold.spec.messages import Message, Need, plans
+from fivefold.spec.messages import Message, Need, Plan, plans, receives_first
 from fivefold.spec.schedules import Action, Kind
 from fivefold.spec.stages import Stage, pipeline_stages
 
@@ -121,7 +121,7 @@ class Pipeline:
         self._micro_batches = micro_batches
         self._place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
         work = schedules.actions(name, ranks, micro_batches, chunks)
-        self._plan = plans(work, self._place)[self.rank]
+        self._plan = self._ordered(plans(work, self._place)[self.rank])
 
     def step(
         self, micro_batches: Sequence[Samples], tokens_per_sequence: float, factor: float, recorder: Recorder
@@ -161,7 +161,7 @@ class Pipeline:
         own = [[stage for stage, rank in enumerate(self._place) if rank == other] for other in range(ranks)]
         work = [[Action(Kind.FORWARD, s, m) for s in stages for m in range(count)] for stages in own]
         mail, found = _Mail(self, micro_batches), []
-        for entry in plans(work, self._place)[self.rank]:
+        for entry in self._ordered(plans(work, self._place)[self.rank]):
             if isinstance(entry, Message):
                 mail.pass_on(entry)
                 continue
@@ -175,6 +175,10 @@ class Pipeline:
                 mail.give(Need(True, number + 1, index), out)
         mail.finish()
         return found
+
+    def _ordered(self, plan: Plan) -> Plan:
+        on_cpu = next(self.decoder.parameters()).device.type == "cpu"
+        return receives_first(plan, self.rank) if on_cpu else plan
 
     def next_logits(self, tokens: Sequence[int], device: torch.device) -> Tensor:
         """Of the token that follows `tokens`, `[vocabulary]`, on every rank."""
