@@ -124,3 +124,9 @@ def test_half_precision_differs_no_more_than_a_permutation_does(ranks: Ranks, co
     )
     for name, error in worst_by_kind(train(ranks, config), expected).items():
         assert error <= 3 * max(other[name] for other in others), f"{name}: {error:.1e}"
+
+
+def test_dropout_is_that_of_the_whole_sequence(ranks: Ranks) -> None:
+    config = toy_config(steps=2, dp_shard=1, global_batch=4, cp=2, zero=1)
+    config = replace(config, model=replace(config.model, dropout=0.2))
+    check(train(ranks, config), reference(config), 1e-12)

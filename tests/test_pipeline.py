@@ -347,3 +347,19 @@ def test_every_layer_is_on_one_stage(layers: int, ranks: int, chunks: int, name:
     assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
     assert [stage.first for stage in stages] == [True] + [False] * (len(stages) - 1)
     assert [stage.last for stage in stages] == [False] * (len(stages) - 1) + [True]
+
+
+def two_batches(rank: int, world_size: int, config: Config) -> list[tuple[float, float]]:
+    """(loss, norm) of a step of few micro-batches and one of more, as a growing batch has them."""
+    resolved = resolve_config(config, world_size)
+    stepper = stepper_on(resolved, start_group())
+    share = held_out_share(global_batch(config, 0), resolved.batch, resolved.mesh.data_rank(rank), CPU)
+    results = [stepper.step(some, 1e-3, FLAGS) for some in (share[:4], share)]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def test_the_number_of_micro_batches_may_change(ranks: Ranks) -> None:
+    alone = ranks.run(two_batches, of(TIED), world_size=1)[0]
+    for found in ranks.run(two_batches, of(TIED, pp=2, schedule="zbv"), world_size=2):
+        for mine, theirs in zip(found, alone, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12)

@@ -124,8 +124,29 @@ def test_forcing_tp_across_nodes_shows_its_price(config: str, capsys: pytest.Cap
     inside = document(capsys, "plan", config, "--json", "--set", "parallel.tp=8")["best"]
     across = document(capsys, "plan", config, "--json", "--set", "parallel.tp=16")
     assert across["best"]["time"]["step"] > 1.2 * inside["time"]["step"]
-    rows = [row for row in across["best"]["traffic"] if row["axis"] == "tp"]
+    rows = [row for row in across["best"]["traffic"] if row["axis"] == "tp" and row["phase"] != "gradient"]
+    assert rows  # sums of gradients of replicated KV heads stay between two neighbours
     assert all(row["link"] == "between nodes" for row in rows)
+
+
+def test_a_cluster_larger_than_its_batch_is_told_the_nearest_batch(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--set", 'cluster.preset="7777777x8 h100"', "--set", "parallel.dp_replicate=-1"]
+    found = document(capsys, "plan", config, "--json", *sizes, code=1)
+    batch = int(found["reasons"][0].rpartition(" ")[2])
+    assert document(capsys, "plan", config, "--json", *sizes, "--set", f"batch.global_batch={batch}")["best"]
+
+
+def test_a_plan_states_what_a_run_costs_where_the_cluster_has_a_price(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = document(capsys, "plan", config, "--json", "--tokens", "1e9")
+    run, best = found["run"], found["best"]
+    rate = best["tokens_per_second_per_gpu"] * best["world_size"]
+    assert run["days"] == pytest.approx(1e9 / rate / 86400)
+    assert run["device_hours"] == pytest.approx(run["days"] * 24 * best["world_size"])
+    assert run["price"] == run["price_per_hour"] * run["device_hours"]
 
 
 def test_a_plan_that_cannot_be_says_what_would(config: str, capsys: pytest.CaptureFixture[str]) -> None:

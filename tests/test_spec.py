@@ -428,7 +428,7 @@ class TestLayoutTable:
             return
         for each in parameters(model):
             placement = placements(model, each.name).get("tp")
-            if placement is None or (isinstance(placement, Split) and placement.padded):
+            if placement is None or (isinstance(placement, Split) and placement.uneven):
                 continue
             count = units(model, placement.unit)
             if isinstance(placement, Split) and placement.replicable and tp > count:

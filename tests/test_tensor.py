@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +13,27 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
 
-from fivefold.config.tree import Config, Experts, Precision
+from checkpoint_state import checkpointer
+from fivefold.config.huggingface import config_json
+from fivefold.config.tree import Config, Experts, Parallel, Precision
+from fivefold.nn.generate import generate
+from fivefold.nn.hub.weights import open_weights, write_weights
 from fivefold.nn.loss import IGNORED, cross_entropy_sum
 from fivefold.nn.vocabulary import Embedding, VocabularyShard, head_logits
+from fivefold.parallel.local import load
 from fivefold.parallel.tensor import vocabulary_shard
 from fivefold.proof.error import errors
+from fivefold.proof.gather import wholes
+from fivefold.spec.legal import resolve_config
+from fivefold.spec.parameters import parameters
+from fivefold.trainer.batches import held_out_share
+from fivefold.trainer.evaluate import evaluate
+from fivefold.trainer.state import tensors
 from ranks import Ranks
+from test_agreement import step_with_poison
 from test_decoder import GPT2
 from test_parity import check, check_replicas, worst_by_kind
-from toy import MODEL, reference, toy_config, train_on_ranks
+from toy import CPU, MODEL, global_batch, reference, start_group, stepper_on, toy_config, train_on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +193,92 @@ def test_half_precision_is_as_far_from_the_truth_as_one_process(ranks: Ranks, dt
         for kind, error in worst_by_kind(results[0], truth).items():
             if kind != "gradient" or dtype != "fp16":  # that one is scaled
                 assert error <= 1.5 * usual[kind], f"{options} {kind}: {error:.1e}, usual {usual[kind]:.1e}"
+
+
+def life(
+    rank: int, world_size: int, config: Config, run: Path, weights: Path, load_from: str
+) -> dict[str, Any]:
+    """State in one layout, its loss on a batch, and text: of published `weights`, of the checkpoint of `run`, or
+    (`load_from` is "") after a step, which is then saved there."""
+    recorder = start_group()
+    resolved = resolve_config(config, world_size)
+    stepper = stepper_on(resolved, recorder)
+    data_rank = resolved.mesh.data_rank(rank)
+    share = held_out_share(global_batch(config, 0), resolved.batch, data_rank, CPU)
+    keeper = checkpointer(run)
+    state = tensors(stepper.model, stepper.optimizer)
+    if load_from == "weights":
+        published = open_weights(weights)
+        for parameter in stepper.model.parameters:
+            load(parameter, published)
+    elif load_from:
+        path = keeper.latest()
+        assert path is not None
+        keeper.load(path, state)
+    else:
+        stepper.step(share, 1e-3)
+        keeper.save(1, state, {}, "", asynchronous=False)
+    keeper.close()
+    stepper.model.data.updated()
+    texts = [
+        generate(stepper.model.next_logits, [3, 1, 4], 6, context=5, temperature=heat, top_k=7, seed=2)
+        for heat in (0.0, 0.8)
+    ]
+    held = wholes(state)
+    assert not held.disagreeing
+    loss = evaluate(stepper.model, [share], stepper.agreement)
+    return {"state": held.tensors, "loss": loss, "texts": texts}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_state_loss_and_text_are_the_same_in_every_layout(ranks: Ranks, tmp_path: Path, family: str) -> None:
+    """Saved in one layout and loaded in others, or published weights read; then evaluated, and asked for text."""
+    model = replace(MODEL, **(GPT2 | {"tied": True} if family == "gpt2" else {}))
+    base = replace(toy_config(global_batch=4), model=model)
+    (tmp_path / "weights").mkdir()
+    theirs = config_json(model)
+    assert theirs is not None
+    whole = {f"{spec.name}": torch.randn(spec.shape, dtype=torch.float64) for spec in parameters(model)}
+    write_weights(tmp_path / "weights", theirs["model_type"], model, whole)
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(theirs))
+    layouts: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2, "sequence_parallel": True}),
+        (1, {}),
+        (4, {"tp": 4}),
+        (4, {"tp": 2, "zero": 3, "sequence_parallel": True}),
+    ]
+    for source in ("run", "weights"):
+        first: dict[str, Any] | None = None
+        for number, (world_size, options) in enumerate(layouts):
+            config = replace(base, parallel=Parallel(**options))
+            load_from = "weights" if source == "weights" else "run" * (number > 0)
+            places = (tmp_path / "run", tmp_path / "weights")
+            results = ranks.run(life, config, *places, load_from, world_size=world_size)
+            first = first or results[0]
+            for result in results:
+                assert result["texts"] == first["texts"]
+                assert result["loss"] == pytest.approx(first["loss"], rel=1e-12)
+                for name, tensor in first["state"].items():
+                    assert torch.equal(result["state"][name], tensor), name
+            if source == "weights":
+                for name, tensor in whole.items():
+                    assert torch.equal(results[0]["state"][f"model.{name}"], tensor), name
+
+
+@pytest.mark.parametrize("where", ["gradient", "output"])
+@pytest.mark.parametrize("options", [{}, BY_RUNS | {"zero": 3}])
+def test_one_ranks_bad_number_is_skipped_by_all_and_named(
+    ranks: Ranks, where: str, options: dict[str, Any]
+) -> None:
+    """An output is told of the rank that made it, a gradient after the data ranks have shared it."""
+    config = toy_config(tp=2, global_batch=4, **options)
+    for sick in (1, 2):
+        results = ranks.run(step_with_poison, config, sick, float("nan"), where)
+        named = {
+            "gradient": "gradient of layers.1.attention.query.weight in backward",
+            "output": f"rank {sick}: output of layers.0.feed_forward in forward",
+        }
+        for result in results:
+            assert result["unchanged"]
+            assert named[where] in result["skipped"]
+            assert result["skipped"] == results[0]["skipped"]

@@ -17,7 +17,7 @@ from fivefold.planner.figures import gantt
 from fivefold.planner.jobs import job_of
 from fivefold.render.gantt import gantt_text
 from fivefold.render.html import page
-from fivefold.render.ledger import ledger_text
+from fivefold.render.ledger import cost_text, ledger_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,5 @@ def run(arguments: argparse.Namespace) -> int:
         if picture:
             print("\n" + gantt_text(picture))
         if arguments.tokens:
-            cost = found["run"]
-            price = f", price {cost['price']:,.0f}" if cost["price"] else ""  # a cluster file may state one
-            print(f"\n{cost['days']:.2f} days, {cost['device_hours']:,.0f} device-hours{price}")
+            print("\n" + cost_text(found["run"]))
     return int(not ledger.fits)

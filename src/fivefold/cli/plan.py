@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument, positive
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, number, positive
 from fivefold.config.load import dump, load, written_keys
 from fivefold.config.tree import Config
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate
 from fivefold.planner.advice import neighbours, unfit
-from fivefold.planner.document import document, layout_of, title_of
+from fivefold.planner.document import document, layout_of, run_cost, title_of
 from fivefold.planner.export import accelerate, deepspeed, megatron, torchtitan
 from fivefold.planner.figures import front, gantt
 from fivefold.planner.search import Outcome, search
 from fivefold.planner.space import Wish, size
 from fivefold.planner.wishes import config_of, wish_of
 from fivefold.render.html import page
-from fivefold.render.ledger import ledger_text, same_text
+from fivefold.render.ledger import cost_text, ledger_text, same_text
 from fivefold.render.tables import table
 from fivefold.render.units import bytes_text, count_text, percent_text, seconds_text
 
@@ -47,6 +47,9 @@ SHOWN = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     add_json_argument(parser)
+    parser.add_argument(
+        "--tokens", type=number, default=0.0, help="also say days and cost for so many tokens"
+    )
     parser.add_argument("--keep", type=positive, default=10, help="length of the ranking")
     parser.add_argument(
         "--emit",
@@ -81,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         _emit(config, best.job, arguments.emit)
         return 0
     found = _document(wish, outcome)
+    if arguments.tokens:
+        found["run"] = run_cost(estimate(best.job), arguments.tokens)
     if arguments.html:
         best_gantt = gantt(best.job) if best.job.pp > 1 else None
         text = page(
@@ -91,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
     else:
         print(_text(found))
+        if arguments.tokens:
+            print("\n" + cost_text(found["run"]))
     return 0
 
 

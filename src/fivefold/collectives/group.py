@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Work
 
 from fivefold.collectives.record import Primitive, Progress, Recorder
 from fivefold.collectives.shared_memory.transport import SharedGroup, SharedMemory
-from fivefold.collectives.work import RecordedWork, failure, one_by_one
+from fivefold.collectives.work import RecordedWork, failure, one_by_one, outside_modes
 
 BACKEND = "fivefold"
 
@@ -204,7 +204,8 @@ class RecordingGroup(dist.ProcessGroup):
         if len(self.global_ranks) > 1:
             self.recorder.add(axis, primitive, size)
         try:
-            work = start()
+            with outside_modes():
+                work = start()
         except RuntimeError as error:
             raise failure(self.progress, call, error) from error
         return RecordedWork(work, self.progress, call)

@@ -3,12 +3,15 @@
 import re
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.distributed.distributed_c10d import Work
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fivefold.collectives.record import Call, Progress
 
@@ -30,6 +33,12 @@ def failure(progress: Progress, call: Call, error: RuntimeError) -> CollectiveEr
     )
 
 
+def outside_modes() -> AbstractContextManager[object]:
+    """Outside whatever dispatch mode the caller is under (selective recomputation is one): what a transport made of
+    torch operations does is not its business."""
+    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+
+
 class RecordedWork(Work):
     """Gloo's work, whose wait() raises CollectiveError."""
 
@@ -44,7 +53,8 @@ class RecordedWork(Work):
         progress.waiting_since = time.monotonic()
         progress.waiting = self._call
         try:
-            return self._work.wait(timeout)
+            with outside_modes():
+                return self._work.wait(timeout)
         except RuntimeError as error:
             raise failure(progress, self._call, error) from error
         finally:

@@ -1,7 +1,7 @@
 """Bytes that one layer keeps for its backward, per micro-batch and rank, part by part.
 
 Sources: Korthikanti 2022 table 2 for the fused stack with dropout (34 + 5as/h, reproduced to the last digit);
-formulas.md §5 for the eager Llama block on torch 2.13 (two float32 copies per unfused RMSNorm, four
+the eager Llama block as torch 2.13 keeps it (two float32 copies per unfused RMSNorm, four
 feed-forward tensors), measured against autograd's storages.
 """
 

@@ -13,7 +13,7 @@ from fivefold.ledger.traffic import Row, row
 
 
 def ranks_per_token(job: Job) -> float:
-    """Distinct ranks that hold a token's experts, expected: e · (1 − C(E − E/e, k)/C(E, k)) (formulas.md §8)."""
+    """Distinct ranks that hold a token's experts, expected: e · (1 − C(E − E/e, k)/C(E, k)): choices without return."""
     count, k = job.model.experts.count, job.model.experts.top_k
     return job.ep * (1.0 - comb(count - count // job.ep, k) / comb(count, k))
 

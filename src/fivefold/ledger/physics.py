@@ -33,10 +33,9 @@ class Physics:
     expert_kernels, local_expert_kernels: launches (host synchronisations counted as launches) of an expert
         layer's routing and exchange, and of each local expert. Fitted.
     step: seconds per optimizer step outside of all else: data, logging, scalar reductions. Fitted.
-    context_bytes: device context, libraries and communicators outside of the allocator (formulas.md §5: 0.5
-        to 1 GiB and buffers per communicator; NOTES.md: about 1.5 GB on V100 and A100).
-    fragmentation: part of activations and buffers the allocator reserves without use (formulas.md §5: 3 to
-        10 %).
+    context_bytes: device context, libraries and communicators outside of the allocator (0.5 to 1 GiB, and
+        buffers per communicator; measured runs state about 1.5 GB on V100 and A100).
+    fragmentation: part of activations and buffers the allocator reserves without use (3 to 10 %).
     """
 
     sustained_matmul: float = 0.83

@@ -101,8 +101,8 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
         decoder.compile_layers()
     pipeline = tied_copy = None
     if groups.pp is not None:
-        count, dtype = resolved.batch.accumulation, compute_dtype(config.precision)
-        pipeline = Pipeline(parallel.schedule, decoder, stages, groups.pp, count, dtype)
+        dtype = compute_dtype(config.precision)
+        pipeline = Pipeline(parallel.schedule, decoder, stages, groups.pp, dtype)
     if groups.embedding is not None:
         shards = groups.shard.size() if groups.shard else 1
         per_tp = -(-config.model.vocab // mesh.tp)

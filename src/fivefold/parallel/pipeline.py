@@ -99,7 +99,6 @@ class Pipeline:
         decoder: has the stages.
         stages: by their number in the pipeline.
         group: the ranks of the pipeline, in its order.
-        micro_batches: of a step.
         dtype: of what passes between stages.
     """
 
@@ -109,7 +108,6 @@ class Pipeline:
         decoder: Decoder,
         stages: Mapping[int, Stage],
         group: dist.ProcessGroup,
-        micro_batches: int,
         dtype: torch.dtype,
     ) -> None:
         self.decoder, self.stages, self.group, self.dtype = decoder, dict(stages), group, dtype
@@ -118,10 +116,9 @@ class Pipeline:
         self.splits = name in schedules.SPLITS_BACKWARD and decoder.recompute in ("none", "attention")
         self.rank, ranks, chunks = group.rank(), group.size(), len(stages)
         self.weights = {number: decoder.stage_parameters(stage) for number, stage in self.stages.items()}
-        self._micro_batches = micro_batches
+        self._name = name
         self._place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
-        work = schedules.actions(name, ranks, micro_batches, chunks)
-        self._plan = self._ordered(plans(work, self._place)[self.rank])
+        self._plans: dict[int, Plan] = {}  # by number of micro-batches
 
     def step(
         self, micro_batches: Sequence[Samples], tokens_per_sequence: float, factor: float, recorder: Recorder
@@ -129,16 +126,15 @@ class Pipeline:
         """Adds the gradients of a step's micro-batches to the parameters' `grad`.
 
         Args:
-            micro_batches: as many as the schedule was made for.
+            micro_batches: a number that the schedule exists for.
             tokens_per_sequence: see `Decoder.forward`.
             factor: on the summed loss, before backward.
 
         Returns:
             The summed loss of the micro-batches, on the rank of the last stage; 0 on the others.
         """
-        assert len(micro_batches) == self._micro_batches
         run = _Run(self, micro_batches, tokens_per_sequence, factor)
-        for entry in self._plan:
+        for entry in self._plan(len(micro_batches)):
             if isinstance(entry, Message):
                 with recorder.phase("forward" if entry.need.forward else "backward"):
                     run.mail.pass_on(entry)
@@ -175,6 +171,12 @@ class Pipeline:
                 mail.give(Need(True, number + 1, index), out)
         mail.finish()
         return found
+
+    def _plan(self, micro_batches: int) -> Plan:
+        if micro_batches not in self._plans:
+            work = schedules.actions(self._name, self.group.size(), micro_batches, len(self.stages))
+            self._plans[micro_batches] = self._ordered(plans(work, self._place)[self.rank])
+        return self._plans[micro_batches]
 
     def _ordered(self, plan: Plan) -> Plan:
         on_cpu = next(self.decoder.parameters()).device.type == "cpu"

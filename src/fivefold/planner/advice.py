@@ -13,7 +13,7 @@ from fivefold.ledger.total import estimate
 from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.document import layout_of
 from fivefold.planner.search import SAME, Outcome, search
-from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish
+from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, nearest_batches
 from fivefold.render.units import change_text, seconds_text
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
@@ -66,7 +66,8 @@ def _verdict(best: Job, changes: dict[str, Any], seconds: float) -> str:
     old, change = estimate(best), found.time.step / seconds - 1
     if abs(change) < SAME:
         more = found.fullest.memory.peak - old.fullest.memory.peak
-        return f"the same step within {SAME:.1%}; memory {more / 2**30:+.2f} GiB"
+        memory = f"memory {more / 2**30:+.2f} GiB" if abs(more) >= 2**30 / 200 else "and the same memory"
+        return f"the same step within {SAME:.1%}; {memory}"
     parts = {
         name: getattr(found.time, name) - getattr(old.time, name)
         for name in ("compute", "exposed_communication", "bubble", "optimizer")
@@ -143,7 +144,9 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
 
 def _no_layout(wish: Wish) -> str:
     fixed = ", ".join(f"{key} = {value}" for key, value in wish.fixed.items()) or "none"
+    batches = [str(batch) for batch in nearest_batches(wish) if batch != wish.global_batch]
+    near = f"; nearest legal global batch: {' or '.join(batches)}" if batches else ""
     return (
         f"{wish.hardware.devices} devices, global batch {wish.global_batch}, {wish.model.layers} layers, "
-        f"{wish.model.heads} heads; fixed: {fixed}"
+        f"{wish.model.heads} heads; fixed: {fixed}{near}"
     )

@@ -1,11 +1,12 @@
 """A ledger as the JSON document that `fivefold estimate` and `fivefold plan` print (design page, contracts)."""
 
+from dataclasses import replace
 from typing import Any
 
 from fivefold.config.tree import Config
 from fivefold.ledger import flops
 from fivefold.ledger.job import Job
-from fivefold.ledger.total import Ledger
+from fivefold.ledger.total import Ledger, RankClass, estimate
 
 LAYOUT = (
     "pp",
@@ -71,15 +72,8 @@ def document(ledger: Ledger) -> dict[str, Any]:
             "capacity": job.hardware.device.memory,
             "rank": full.rank * (job.world_size // job.pp),
         },
-        "rank_classes": [
-            {
-                "pp_rank": item.rank,
-                "layers": item.layers,
-                "parameters": item.share.total,
-                "memory": {**item.memory._asdict(), "peak": item.memory.peak},
-            }
-            for item in ledger.ranks
-        ],
+        "rank_classes": [_rank_class(item, job.imbalance) for item in ledger.ranks],
+        "mean_load_classes": _at_mean_load(job),
         "traffic": [
             {
                 "axis": row.axis,
@@ -114,12 +108,32 @@ def document(ledger: Ledger) -> dict[str, Any]:
     }
 
 
+def _rank_class(item: RankClass, load: float) -> dict[str, Any]:
+    return {
+        "pp_rank": item.rank,
+        "layers": item.layers,
+        "parameters": item.share.total,
+        "expert_parameters": item.share.expert,
+        "expert_load": load,
+        "memory": {**item.memory._asdict(), "peak": item.memory.peak},
+    }
+
+
+def _at_mean_load(job: Job) -> list[dict[str, Any]]:
+    """With expert parallel, the ranks whose experts get the mean load; the ledger's are the busiest ones."""
+    if job.ep == 1 or job.imbalance == 1.0:
+        return []
+    return [_rank_class(item, 1.0) for item in estimate(replace(job, imbalance=1.0)).ranks]
+
+
 def run_cost(ledger: Ledger, tokens: float) -> dict[str, float]:
     """Days, device-hours and price of training on `tokens`."""
     seconds = tokens / ledger.job.step_tokens * ledger.time.step
     hours = seconds / 3600 * ledger.job.world_size
     return {
+        "tokens": tokens,
         "days": seconds / 86400,
         "device_hours": hours,
+        "price_per_hour": ledger.job.hardware.price,
         "price": hours * ledger.job.hardware.price,
     }

@@ -7,10 +7,11 @@ from fivefold.ledger.shards import contents
 from fivefold.ledger.total import Ledger
 
 SOURCES = {
-    "memory.parameters": "shared/formulas.md §6; Rajbhandari 2020 (ZeRO)",
-    "memory.gradients": "shared/formulas.md §6; Rajbhandari 2020 (ZeRO)",
-    "memory.optimizer": "shared/formulas.md §6; Kingma 2015 (two moments)",
-    "memory.activations": "Korthikanti 2022 table 2; shared/formulas.md §5; in flight: the simulated schedule",
+    "memory.parameters": "Rajbhandari 2020 (ZeRO) §5: what a rank keeps of each parameter, by stage",
+    "memory.gradients": "Rajbhandari 2020 (ZeRO) §5; under a pipeline whole until the end of the step",
+    "memory.optimizer": "Kingma 2015 (AdamW: two moments); split as in Rajbhandari 2020 (ZeRO) §5",
+    "memory.activations": "Korthikanti 2022 table 2; torch's eager block as counted from autograd's storages "
+    "(ledger/activations.py); in flight: the simulated schedule",
     "memory.buffers": "messages, gathered units, spare keys and values: ledger/total.py",
     "memory.overhead": "ledger/physics.py: context_bytes, fragmentation",
     "time.compute": "roofline per matmul (Williams 2009) and per streamed byte: ledger/roofline.py",
@@ -37,11 +38,23 @@ def explain(ledger: Ledger, line: str) -> str:
                     f"{row.formula}; {row.times} times a step on the rank that is through last, {row.link}\n"
                     f"{row.times} × {each:,.0f} B = {row.bytes_per_rank:,.0f} B; on the wire "
                     f"{row.wire_bytes:,.0f} B; {row.seconds:.4g} s, of which {row.exposed_seconds:.4g} s exposed\n"
-                    "source: shared/formulas.md §8 (volumes), §1 (α-β costs)"
+                    f"source: {_traffic_source(row.axis)}; α-β costs: Thakur 2005, Sanders 2009"
                 )
     if line not in SOURCES:
         raise BadInput(f"--explain {line}: no such line; {did_you_mean(line, lines(ledger))}")
     return f"{_numbers(ledger, line)}\nsource: {SOURCES[line]}"
+
+
+def _traffic_source(axis: str) -> str:
+    """Where the volume of an axis' traffic is derived."""
+    papers = {
+        "tp": "Shoeybi 2019 §3 and Korthikanti 2022 §4.2.2",
+        "cp": "Liu 2023 (ring attention) §3, Jacobs 2023 (Ulysses) §3",
+        "ep": "Lepikhin 2020 (GShard) §2.2: dispatch and combine",
+        "pp": "Narayanan 2021 §3.2",
+        "embedding": "Narayanan 2021: gradients of tied ends",
+    }
+    return papers.get(axis, "Rajbhandari 2020 (ZeRO) §7")
 
 
 def _numbers(ledger: Ledger, line: str) -> str:

@@ -4,13 +4,15 @@
 2. Degrees and micro-batches form groups, a group's schedules and recompute modes series, a series' chunks points;
    each has a lower bound of its step and of its memory (planner/bounds.py). Best bound first they are opened; what
    cannot fit, or cannot enter the ranking any more, never is.
-3. A point whose memory passes gets the bound of its busiest rank working alone, with the traffic and update of
-   its best division of data-parallel ranks; what is still ahead of the ranking then is simulated, once for all
-   divisions.
+3. A point whose memory passes gets the bound of its busiest rank working alone; what is still ahead of the ranking
+   then, with the traffic and update of its best division of data-parallel ranks; what is ahead still is simulated,
+   once for all divisions.
 """
 
+import gc
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
@@ -174,19 +176,47 @@ class _Costing:
 
 
 class Ready(NamedTuple):
-    """A point with the layouts of it that pass the test of memory, each with a bound of its step."""
+    """A point with the layouts of it that pass the test of memory; no layout's pipeline rank `rank` is through its
+    micro-batches before `end`."""
 
     plain: Job
     cost: Costs
     built: list[Stage]
+    layouts: tuple[Job, ...]
+    end: float
+    rank: int
+
+
+class Bounded(NamedTuple):
+    """A point whose layouts each have a bound of their step, traffic and update after the pipeline included."""
+
+    ready: Ready
     layouts: tuple[tuple[float, Job], ...]
 
 
 def search(wish: Wish, keep: int = 10) -> Outcome:
     """The `keep` fastest lines of layouts that fit, best bound first."""
     start = perf_counter()
+    with _no_cycles():
+        found = _searched(wish, keep)
+    return found.outcome(perf_counter() - start)
+
+
+@contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Pauses the collector of cycles, a fifth of a search's time: it makes millions of tuples, and no cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _searched(wish: Wish, keep: int) -> _Found:
     costing, found = _Costing(wish), _Found(keep)
-    queue: list[tuple[float, int, Group | Series | Point | Ready]] = []
+    queue: list[tuple[float, int, Group | Series | Point | Ready | Bounded]] = []
     order = count()
     for group in groups(wish):
         prices = costing.of(Series(group, group.shape, "1f1b"))[1]
@@ -196,18 +226,18 @@ def search(wish: Wish, keep: int = 10) -> Outcome:
         bound, _, item = heapq.heappop(queue)
         if bound >= found.limit:
             break
-        if isinstance(item, Ready):
+        if isinstance(item, Bounded):
             found.take(_simulated(item, found))
             continue
         for tighter, opened in _open(wish, item, costing, found):
             if max(bound, tighter) < found.limit:
                 heapq.heappush(queue, (max(bound, tighter), next(order), opened))
-    return found.outcome(perf_counter() - start)
+    return found
 
 
 def _open(
-    wish: Wish, item: Group | Series | Point, costing: _Costing, found: _Found
-) -> Iterator[tuple[float, Series | Point | Ready]]:
+    wish: Wish, item: Group | Series | Point | Ready, costing: _Costing, found: _Found
+) -> Iterator[tuple[float, Series | Point | Ready | Bounded]]:
     """What an item consists of, each with its bound; what cannot fit is left out."""
     if isinstance(item, Group):
         for series in _series(wish, item, costing, found):
@@ -222,8 +252,10 @@ def _open(
         for point in points(wish, item):
             found.searched += 1
             yield quick_bound(point, prices, wish.model, costing.message(point)), point
-    else:
+    elif isinstance(item, Point):
         yield from _ready(wish, item, costing, found)
+    else:
+        yield _bounded(item)
 
 
 def _series(wish: Wish, group: Group, costing: _Costing, found: _Found) -> Iterable[Series]:
@@ -244,8 +276,8 @@ def _ready(wish: Wish, point: Point, costing: _Costing, found: _Found) -> Iterat
     cost = costing.of(point.series)[0]
     plain = job_of(wish, point)
     built = pipeline.stages(plain, cost)
-    shares = [pipeline.rank_share(plain, built, rank) for rank in range(plain.pp)]
     held = {rank: held_bytes(point, built, rank) for rank in {0, min(1, plain.pp - 1), plain.pp - 1}}
+    shares = {rank: pipeline.rank_share(plain, built, rank) for rank in held}
     layouts = []
     too_large: set[int] = set()  # zero stages that do not fit on the most shards fit on no fewer
     for zero, replicate, shard in data_layouts(wish, point):
@@ -261,12 +293,27 @@ def _ready(wish: Wish, point: Point, costing: _Costing, found: _Found) -> Iterat
         layouts.append(job)
     if not layouts:
         return
-    rank = busiest(built, point)
-    times, message = [stage.times for stage in built], costing.message(point)
-    ends = alone(point.schedule, point.pp, point.microbatches, times, message, rank)
-    end, rank = max((ends.own, rank), (ends.first, 0))
-    bounded = [(end + plain.physics.step + _after(job, built, rank), job) for job in layouts]
-    yield min(bound for bound, _ in bounded), Ready(plain, cost, built, tuple(bounded))
+    end, rank = _end(plain, built, busiest(built, point))
+    yield end + plain.physics.step, Ready(plain, cost, built, tuple(layouts), end, rank)
+
+
+def _end(job: Job, built: list[Stage], rank: int) -> tuple[float, int]:
+    """The end of the pipeline of `rank`, or of the first rank, working alone: (seconds, rank) of the later one."""
+    times = [stage.times for stage in built]
+    ends = alone(job.schedule, job.pp, job.microbatches, times, pipeline.message_seconds(job), rank)
+    return max((ends.own, rank), (ends.first, 0))
+
+
+def _bounded(ready: Ready) -> tuple[float, Bounded]:
+    """The point with bounds that include what follows the pipeline. Where backward is split a rank's weight
+    gradients lag by its number, so the second rank, with the fewest to fill its waits, may be through later than
+    the busiest."""
+    job = ready.plain
+    end, rank = ready.end, ready.rank
+    if job.pp > 1 and job.schedule in schedules.SPLITS_BACKWARD:
+        end, rank = max((end, rank), _end(job, ready.built, 1))
+    layouts = [(end + job.physics.step + _after(one, ready.built, rank), one) for one in ready.layouts]
+    return min(bound for bound, _ in layouts), Bounded(ready, tuple(layouts))
 
 
 def _after(job: Job, built: list[Stage], rank: int) -> float:
@@ -275,17 +322,18 @@ def _after(job: Job, built: list[Stage], rank: int) -> float:
     return tail.late + tail.update
 
 
-def _simulated(ready: Ready, found: _Found) -> list[tuple[float, Job]]:
+def _simulated(bounded: Bounded, found: _Found) -> list[tuple[float, Job]]:
     """Seconds of the layouts of a point that fit."""
     found.simulated += 1
+    ready = bounded.ready
     line = pipeline.timeline(ready.plain, ready.built)
     everywhere = dict(enumerate(line.peak_in_flight))
     layouts = []
-    for bound, job in ready.layouts:
+    for bound, job in bounded.layouts:
         if bound >= found.limit * (1 + SAME):
             continue
         exact = pipeline.shares(job, ready.built)
-        missing = _missing(job, ready.cost, exact, everywhere)
+        missing = _missing(job, ready.cost, dict(enumerate(exact)), everywhere)
         if missing > 0:
             found.layout_missed(job, missing)
         else:
@@ -293,7 +341,7 @@ def _simulated(ready: Ready, found: _Found) -> list[tuple[float, Job]]:
     return layouts
 
 
-def _missing(job: Job, cost: Costs, shares: Sequence[Share], held: Mapping[int, float]) -> float:
+def _missing(job: Job, cost: Costs, shares: Mapping[int, Share], held: Mapping[int, float]) -> float:
     """Bytes by which the fullest of the ranks in `held` exceeds the device; negative where all fit."""
     spare = total.transient(job)
     peak = max(total.memory(job, cost, size, rank, shares[rank], spare).peak for rank, size in held.items())

@@ -197,6 +197,22 @@ def groups(wish: Wish) -> Iterator[Group]:
                             yield Group(shape, pp, replicas, share // micro)
 
 
+def nearest_batches(wish: Wish) -> list[int]:
+    """Global batches next to the wished one that some degrees allow: at most one below and one above; none where
+    no degrees are legal at all."""
+    world, micro, least = wish.hardware.devices, wish.fixed.get("micro_batch", 1), set()
+    for tp in legal_tp(wish):
+        for pp in _allowed(wish, "pp", divisors(world // tp)):
+            if pp <= wish.model.layers:
+                for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
+                    if cp <= wish.sequence_length and _legal_cp(wish, cp, tp):
+                        least.add(world // tp // pp // cp * micro)
+    batch = wish.global_batch
+    below = max((batch // each * each for each in least), default=0)
+    above = min((-(-batch // each) * each for each in least), default=0)
+    return [found for found in dict.fromkeys((below, above)) if found]
+
+
 def _allowed(wish: Wish, key: str, values: Iterable[int]) -> list[int]:
     return [value for value in values if wish.allows(key, value)]
 

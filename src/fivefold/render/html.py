@@ -49,7 +49,7 @@ def page(
         parts.append("<h2>Pipeline</h2>" + _gantt(gantt))
     parts.append("<h2>One step</h2>" + _time(found))
     parts.append("<h2>Traffic of the rank that is through last, by axis and link</h2>" + _traffic(found))
-    if len(front) > 1:
+    if front and front[-1]["step"] > 1.001 * front[0]["step"]:  # else memory buys no time
         parts.append("<h2>Step time against memory</h2>" + _front(front))
     if ranking:
         parts.append("<h2>Ranking</h2>" + _ranking(ranking))
@@ -90,13 +90,19 @@ def _legend(names: Sequence[str], colours: Sequence[str]) -> str:
 def _memory(found: dict[str, Any]) -> str:
     classes, capacity = found["rank_classes"], found["memory"]["capacity"]
     step = max(1, len(classes) // 16)
-    shown = [item for item in classes if item["pp_rank"] % step == 0 or item is classes[-1]]
-    most = max(capacity, *(item["memory"]["peak"] for item in shown))
+    shown = []
+    for item in classes:
+        if item["pp_rank"] % step == 0 or item is classes[-1]:
+            shown.append((f"pp rank {item['pp_rank']}", item))
+            if found["mean_load_classes"]:  # the busiest experts' ranks, and those with the mean load
+                shown[-1] = f"pp rank {item['pp_rank']}, {item['expert_load']:g} ×", item
+                shown.append(("… mean load", found["mean_load_classes"][item["pp_rank"]]))
+    most = max(capacity, *(item["memory"]["peak"] for _, item in shown))
     scale, height = 860 / most, 26
     rows = []
-    for index, item in enumerate(shown):
+    for index, (label, item) in enumerate(shown):
         x, y = 110.0, index * height + 4
-        rows.append(f"<text x='0' y='{y + 14}'>pp rank {item['pp_rank']}</text>")
+        rows.append(f"<text x='0' y='{y + 14}'>{label}</text>")
         for name, colour in zip(PARTS, COLOURS, strict=True):
             width = item["memory"][name] * scale
             rows.append(f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='18' fill='{colour}'/>")

@@ -11,6 +11,12 @@ def ledger_text(found: dict[str, Any]) -> str:
     return "\n\n".join([_head(found), _memory(found), _time(found), _traffic(found)])
 
 
+def cost_text(cost: dict[str, float]) -> str:
+    """Days, device-hours and, where the cluster has a price, what they cost."""
+    price = f" at {cost['price_per_hour']:,.2f}: {cost['price']:,.0f}" if cost["price"] else ""
+    return f"{cost['tokens']:,.0f} tokens: {cost['days']:.2f} days, {cost['device_hours']:,.0f} device-hours{price}"
+
+
 def same_text(item: dict[str, Any]) -> list[str]:
     """The line about layouts that share a place in the ranking, if there are any."""
     if not item["same"]:
@@ -31,19 +37,27 @@ def _memory(found: dict[str, Any]) -> str:
     names = ("parameters", "gradients", "optimizer", "activations", "buffers", "overhead", "peak")
     capacity = found["memory"]["capacity"]
     rows = []
-    for item in _distinct(found["rank_classes"]):
+    for item in _distinct(found["rank_classes"], found["mean_load_classes"]):
         cells = [bytes_text(item["memory"][name]) for name in names]
         rows.append([item["label"], str(item["layers"]), *cells, bar(item["memory"]["peak"], capacity, 20)])
     return "memory per rank\n" + table(("pp rank", "layers", *names, f"of {bytes_text(capacity)}"), rows)
 
 
-def _distinct(classes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """First, fullest and last; the ranks between hold no surprise."""
+def _distinct(classes: list[dict[str, Any]], at_mean: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """First, fullest and last; the ranks between hold no surprise. With expert parallel each twice: where experts
+    are busiest, and where they get the mean load."""
     fullest = max(classes, key=lambda item: float(item["memory"]["peak"]))
     shown = {item["pp_rank"]: item for item in (classes[0], fullest, classes[-1])}
     notes = {classes[0]["pp_rank"]: " first", classes[-1]["pp_rank"]: " last"}
     notes[fullest["pp_rank"]] = notes.get(fullest["pp_rank"], "") + " fullest"
-    return [{**shown[rank], "label": f"{rank}{notes[rank]}"} for rank in sorted(shown)]
+    rows = []
+    for rank in sorted(shown):
+        label = f"{rank}{notes[rank]}"
+        busy = f", experts {shown[rank]['expert_load']:g} × mean" if at_mean else ""
+        rows.append({**shown[rank], "label": label + busy})
+        if at_mean:
+            rows.append({**at_mean[rank], "label": f"{rank}, experts at mean load"})
+    return rows
 
 
 def _time(found: dict[str, Any]) -> str:

@@ -21,13 +21,13 @@ class Split:
     """Tensor dim `dim` is cut into equal runs of whole `unit`s, one run a rank of the axis.
 
     Attributes:
-        padded: units that do not divide are padded inside the run (the vocabulary), instead of refused.
+        uneven: units that do not divide make the last runs shorter, or empty (the vocabulary), instead of refused.
         replicable: with more ranks than units each unit is held by ranks / units ranks (KV heads).
     """
 
     dim: int
     unit: Unit
-    padded: bool = False
+    uneven: bool = False
     replicable: bool = False
 
 
@@ -43,8 +43,8 @@ Placement = Split | Owned
 Row = tuple[str, dict[Axis, Placement]]
 
 _DENSE: tuple[Row, ...] = (
-    ("embedding.weight", {"tp": Split(0, "vocabulary rows", padded=True)}),
-    ("head.weight", {"tp": Split(0, "vocabulary rows", padded=True)}),
+    ("embedding.weight", {"tp": Split(0, "vocabulary rows", uneven=True)}),
+    ("head.weight", {"tp": Split(0, "vocabulary rows", uneven=True)}),
     ("*.feed_forward.gate.*", {"tp": Split(0, "columns")}),
     ("*.feed_forward.up.*", {"tp": Split(0, "columns")}),
     ("*.feed_forward.down.weight", {"tp": Split(1, "columns")}),
@@ -83,8 +83,8 @@ def placements(model: Model, name: str) -> dict[Axis, Placement]:
 
 
 _COMPUTED_IN_PART: tuple[tuple[str, bool], ...] = (  # pattern; whether only with sequence parallel
-    ("*.attention.query_norm.*", False),
-    ("*.attention.key_norm.*", False),
+    ("*.attention.*norm.*", False),  # of heads, or of what latent attention compresses to
+    ("*.attention.*_down.*", False),
     ("*.attention.output.bias", False),
     ("*.down.bias", False),
     ("*.router.weight", False),

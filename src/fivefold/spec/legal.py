@@ -224,12 +224,12 @@ class _Demand:
 
 
 def _demands(model: Model, axis: Axis) -> Iterator[_Demand]:
-    """Of the layout table. What is padded demands nothing."""
+    """Of the layout table. What may be uneven demands nothing."""
     for placement in {axes[axis].unit: axes[axis] for _, axes in table(model) if axis in axes}.values():
         count = units(model, placement.unit)
         if isinstance(placement, Owned):
             yield _Demand(count, f"{count} {placement.unit}")
-        elif not placement.padded:
+        elif not placement.uneven:
             yield _Demand(count, f"{count} {placement.unit}", placement.replicable)
 
 
@@ -282,7 +282,6 @@ def check_trainable(resolved: Resolved) -> None:
         "machine.compile with context parallel": config.machine.compile and mesh.cp > 1,
         "machine.compile with experts": config.machine.compile and model.experts.count > 0,
         "machine.compile with pipeline parallel": config.machine.compile and mesh.pp > 1,
-        "batch.ramp with pipeline parallel": resolved.course.growths > 0 and mesh.pp > 1,
         "machine.compile with tensor parallel": config.machine.compile and mesh.tp > 1,
     }
     if used := [name for name, is_used in lacking.items() if is_used]:

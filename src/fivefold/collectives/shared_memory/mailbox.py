@@ -106,8 +106,11 @@ class Inbox(Lane):
             lack = self.lack
             if isinstance(lack, Lack) and self._ring.segment.words[lack.word] < lack.target:
                 return moved
-            self.lack = next(self._pump)
             moved = True
+            try:
+                self.lack = next(self._pump)
+            except Exception as error:
+                self.fail(RuntimeError(f"{type(error).__name__}: {error}"))
         if self in self._engine.active:
             self._engine.active.remove(self)
         return True

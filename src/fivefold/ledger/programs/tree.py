@@ -77,7 +77,7 @@ def all_reduce_seconds(ranks: int, size: float, link: Link) -> float:
     """2(⌈lg n⌉ + q − 1)(α + S/(q·bw)) at the best q: the program's rounds, each of a full link.
 
     A rank that is inner in one tree receives from two children half the vector each, in pieces S/(2q), and
-    is a leaf in the other: S/q a round at most (formulas.md §1).
+    is a leaf in the other: S/q a round at most (Sanders 2009).
     """
     if ranks == 1:
         return 0.0
