@@ -72,7 +72,7 @@ class DataParallel:
         self.zero = zero
         self.overlap = overlap
         self._last = True
-        self._recorder: Recorder | None = None
+        self._recorder = Recorder()  # until a step brings its own
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         if not overlap:
             return
@@ -166,7 +166,6 @@ class DataParallel:
 
     def _reduce_if_due(self, bucket: Bucket) -> None:
         if bucket.is_due(self._last):
-            assert self._recorder is not None
             with self._recorder.phase("gradient"):
                 bucket.reduce()
 
