@@ -15,7 +15,7 @@ from fivefold.spec.schedules import chunks_of, is_legal
 
 HEAD_DIM = 4
 INIT_STD = 0.15
-STEPS = 3
+STEPS = 2
 
 
 def twin(config: Config, dtype: str, ranks: int = 0) -> Config:
