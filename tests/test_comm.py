@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.cli.comm.sizes import read_sizes
@@ -21,6 +22,7 @@ from fivefold.ledger.network import collective_seconds, wires
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.programs.steps import Link
 from fivefold.trainer.comm import bus_bytes
+from fivefold.trainer.machine import default_backend
 
 BENCH = {
     "primitive",
@@ -50,7 +52,7 @@ def test_bench_of_every_primitive_algorithm_and_the_backend_itself() -> None:
     assert all(row["wrong"] == 0 and row["seconds"] > 0 and row["ranks"] == 2 for row in rows)
     named = {(row["primitive"], row["algorithm"]) for row in rows}
     for primitive in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
-        assert (primitive, "gloo") in named
+        assert (primitive, default_backend(torch.device("cpu"))) in named
     assert {("all_reduce", "ring"), ("all_reduce", "double-tree"), ("broadcast", "binomial")} <= named
     for row in rows:
         assert row["bytes"] in (8, 4096)
@@ -60,7 +62,7 @@ def test_bench_of_every_primitive_algorithm_and_the_backend_itself() -> None:
 def test_bench_under_torchrun_with_hosts_taken_for_two(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     words = ["comm", "bench", "--sizes", "4K", "--primitives", "all_reduce,all_to_all", "--per-host", "2"]
-    words += ["--algorithms", "gloo,hierarchical,two-hop", "--type", "bf16", "--op", "max", "--json"]
+    words += ["--algorithms", "gloo,hierarchical,two-hop@gloo", "--type", "bf16", "--op", "max", "--json"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     done = subprocess.run(
         [*torchrun, "-m", "fivefold", *words, "--html", str(page)],
@@ -76,7 +78,7 @@ def test_bench_under_torchrun_with_hosts_taken_for_two(tmp_path: Path) -> None:
         ("all_reduce", "gloo"),
         ("all_reduce", "hierarchical"),
         ("all_to_all", "gloo"),
-        ("all_to_all", "two-hop"),
+        ("all_to_all", "two-hop@gloo"),
     ]
     assert all(row["wrong"] == 0 and row["type"] == "bf16" and row["predicted_seconds"] > 0 for row in rows)
     assert "two-hop" in page.read_text()
@@ -87,6 +89,8 @@ def test_a_calibrated_file_reaches_the_ledger(tmp_path: Path) -> None:
     words = ["comm", "calibrate", "--ranks", "2", "--sizes", "1K:16K", "--output", str(file), "--json"]
     rows = json.loads(fivefold(*words))["rows"]
     assert {row["primitive"] for row in rows} >= {"all_reduce", "reduce_scatter", "send"}
+    default = default_backend(torch.device("cpu"))
+    assert {row["backend"] for row in rows} == {default}
     hardware = load_hardware(Cluster(path=str(file)))
     assert hardware is not None
     assert hardware.devices == 2
@@ -101,6 +105,9 @@ def test_a_calibrated_file_reaches_the_ledger(tmp_path: Path) -> None:
     once = [row["seconds"] / row["count"] for row in gradient]
     sizes = [row["bytes_per_rank"] / row["count"] for row in gradient]
     assert once == pytest.approx([reduce.link.seconds(size) for size in sizes])
+    # What was measured over one backend says nothing of another.
+    assert hardware.measured_over(default).measured == hardware.measured_over("default").measured
+    assert hardware.measured_over("nccl").measured == ()
 
 
 @given(
@@ -110,6 +117,7 @@ def test_a_calibrated_file_reaches_the_ledger(tmp_path: Path) -> None:
     knee=st.booleans(),
     seed=st.integers(0, 2**32),
 )
+@settings(max_examples=20)
 def test_a_fit_finds_the_line_behind_noisy_and_spoilt_times(
     latency: float, bandwidth: float, slowdown: float, knee: bool, seed: int
 ) -> None:

@@ -16,7 +16,7 @@ from fivefold.config.errors import ConfigError
 from fivefold.config.load import parse
 from fivefold.config.tree import Checkpoint, Config
 from fivefold.ledger.compression import compression_of, messages
-from fivefold.ledger.total import estimate
+from fivefold.ledger.total import estimate, traffic_of
 from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.jobs import job_of
 from fivefold.proof.error import errors
@@ -47,7 +47,7 @@ def ranks() -> Iterator[Ranks]:
         (REPLICAS | {"tp": 2, "compression": "int8"}, 0.05),
         (REPLICAS | {"cp": 2, "compression": "bf16"}, 0.01),
         (HYBRID | {"zero": 1, "compression": "int8"}, 0.05),
-        (HYBRID | {"zero": 2, "compression": "bf16"}, 0.01),
+        pytest.param(HYBRID | {"zero": 2, "compression": "bf16"}, 0.01, marks=pytest.mark.full),
         (HYBRID | {"zero": 3, "compression": "fp16"}, 0.01),
         # Sent densely from 1/n on: exact.
         (REPLICAS | {"compression": "topk", "compression_density": 0.5}, 1e-12),
@@ -82,6 +82,38 @@ def test_bytes_are_counted_as_they_are_sent(ranks: Ranks) -> None:
     assert set(bytes_of[0]) == {"all_reduce"}
     assert set(bytes_of[1]) == {"all_to_all", "all_gather"}
     assert sum(bytes_of[1].values()) < 0.6 * bytes_of[0]["all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis"),
+    [
+        (REPLICAS, "dp_replicate"),
+        (REPLICAS | {"cp": 2}, "dp_shard_cp"),
+        (HYBRID | {"zero": 3}, "dp_replicate"),
+    ],
+    ids=["replicas", "cp", "hybrid"],
+)
+def test_recorded_bytes_are_the_ledgers(ranks: Ranks, layout: dict[str, Any], axis: str) -> None:
+    """In the phase "gradient", also where sums start inside backward; zero 3's parameters stay in "backward"."""
+    for method in ("bf16", "int8", "topk"):
+        config = toy_config(steps=1, dtype="float32", compression=method, compression_density=0.1, **layout)
+        world = 4 if len(layout) > 1 else 2
+        of_data = ("dp_replicate", "dp_shard", "dp_shard_cp")
+        predicted = {
+            (row.axis, row.primitive, row.phase): (row.times, round(row.bytes_per_rank))
+            for row in traffic_of(
+                job_of(structs_replace(config, run=structs_replace(config.run, ranks=world))), 0
+            )
+            if row.axis in of_data
+        }
+        assert any(place[::2] == (axis, "gradient") for place in predicted)
+        for found in ranks.run(train_on_ranks, config, world_size=world):
+            recorded = {
+                (row.axis, row.primitive, row.phase): (row.count, row.bytes_per_rank)
+                for row in found["rows"][0]
+                if row.axis in of_data
+            }
+            assert recorded == predicted, method
 
 
 def stepped(rank: int, n: int, config: Config, first: int, count: int, directory: str, save: bool) -> Stepper:
@@ -119,7 +151,7 @@ def kept_and_weights(
     return totals, own, {p.spec.name: p.value.detach() for p in model.parameters}
 
 
-@pytest.mark.parametrize("method", ["int8", "powersgd", "topk"])
+@pytest.mark.parametrize("method", ["int8", pytest.param("powersgd", marks=pytest.mark.full), "topk"])
 def test_checkpoints_keep_the_state_also_for_other_numbers_of_ranks(
     ranks: Ranks, method: str, tmp_path: Path
 ) -> None:

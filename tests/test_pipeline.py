@@ -24,7 +24,7 @@ from fivefold.parallel.pipeline import rank_stages
 from fivefold.proof.gather import wholes
 from fivefold.spec import schedules
 from fivefold.spec.legal import resolve_config
-from fivefold.spec.messages import Message, Need, Plan, plans
+from fivefold.spec.messages import Message, Need, Plan, plans, receives_first
 from fivefold.spec.schedules import Kind, Name
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.checkpoint import Checkpointer
@@ -295,6 +295,19 @@ def test_ranks_never_wait_in_a_circle(drawn: tuple[Name, int, int, int]) -> None
     assert passed == 2 * crossings * microbatches
     lists = schedules.actions(name, ranks, microbatches, chunks)
     assert [[entry for entry in plan if not isinstance(entry, Message)] for plan in found] == lists
+
+
+@given(work())
+def test_receives_are_begun_before_sends(drawn: tuple[Name, int, int, int]) -> None:
+    """Between the same actions, and in the same order for each pair of ranks."""
+    for rank, plan in enumerate(planned(*drawn)[0]):
+        ordered = receives_first(plan, rank)
+        for one, two in pairwise(ordered):
+            if isinstance(one, Message) and isinstance(two, Message):
+                assert one.receiver == rank or two.sender == rank
+        for end in ("sender", "receiver"):
+            own = [[e for e in p if getattr(e, end, rank) == rank] for p in (plan, ordered)]
+            assert own[0] == own[1]
 
 
 @given(work())

@@ -26,8 +26,8 @@ Primitive = Literal[
     "barrier",
 ]
 
-# During backward, a reduction over one of these axes is of gradients: that phase has no beginning and end of
-# its own, the reductions run from hooks inside backward. All else (gathered parameters) stays "backward".
+# During backward, a reduction over one of these axes is of gradients, whoever starts it (torch's DDP and FSDP2 do not
+# say so). All else (gathered parameters) stays "backward", unless its caller names the phase.
 _GRADIENT_AXES = frozenset({"dp_replicate", "dp_shard", "dp_shard_cp", "embedding"})
 _REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
 _MESSAGES = frozenset({"send", "recv"})

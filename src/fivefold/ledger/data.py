@@ -105,11 +105,14 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
         return row(job, axis, primitive, phase, count=times, size=each, group=group, formula=what)
 
     found: list[Row] = []
+    held = 1 if job.zero == 0 else shards
+    layer_pieces = groups.expert_pieces if expert else groups.layer_pieces
+    buckets = _buckets(whole // held, layers // held, count, layer_pieces)
     if job.zero == 0:
         ranks = shards * job.dp_replicate
         if ranks > 1:
             axis = "dp_replicate" if job.cp == 1 else "dp_shard_cp"
-            found += _replica_rows(job, make, axis, count, whole, ranks, stride)
+            found += _replica_rows(job, make, axis, buckets, ranks, stride)
         return found
     axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"
     m = job.microbatches
@@ -127,21 +130,33 @@ def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, e
         found.append(make(axis, "reduce_scatter", "gradient", each * count, reduced, shards, stride))
     if job.dp_replicate > 1:
         outer = job.tp * job.cp * job.dp_shard
-        found += _replica_rows(job, make, "dp_replicate", count, whole // shards, job.dp_replicate, outer)
+        found += _replica_rows(job, make, "dp_replicate", buckets, job.dp_replicate, outer)
     return found
 
 
+def _buckets(whole: int, layers: int, pieces: int, layer_pieces: int) -> list[int]:
+    """Elements of each bucket: those of the layers are equal, what remains is in one more."""
+    if pieces == layer_pieces:
+        layers = whole
+    rest = [whole - layers] if pieces > layer_pieces else []
+    return [(layers + i) // layer_pieces for i in range(layer_pieces)] + rest
+
+
 def _replica_rows(
-    job: Job, make: Callable[..., Row], axis: str, count: int, elements: int, ranks: int, stride: int
+    job: Job, make: Callable[..., Row], axis: str, buckets: list[int], ranks: int, stride: int
 ) -> list[Row]:
-    """The sum of gradients over replicas, in one piece or compressed (then in memory passes, too)."""
-    stack, how = job.stack, job.stack.compression
+    """The sum of gradients over replicas, in one piece a bucket or compressed (then in memory passes, too)."""
+    stack, how, elements = job.stack, job.stack.compression, sum(buckets)
     if how.method == "none":
-        return [make(axis, "all_reduce", "gradient", count, elements * stack.reduce, ranks, stride)]
-    each = -(-elements // count)
+        size = elements * stack.reduce
+        return [make(axis, "all_reduce", "gradient", len(buckets), size, ranks, stride)]
+    sent: dict[Primitive, list[int]] = {}
+    for bucket in buckets:
+        for primitive, size in bucket_messages(how, job.model, bucket, stack.reduce, ranks):
+            sent.setdefault(primitive, []).append(size)
     found = [
-        make(axis, primitive, "gradient", count, count * size, ranks, stride)
-        for primitive, size in bucket_messages(how, job.model, each, stack.reduce, ranks)
+        make(axis, primitive, "gradient", len(sizes), sum(sizes), ranks, stride)
+        for primitive, sizes in sent.items()
     ]
     coding = stream_seconds(elements * touched_bytes(how), job.hardware.device, job.physics)
     first = found[0]

@@ -110,6 +110,13 @@ class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     def devices(self) -> int:
         return self.nodes * self.node.devices
 
+    def measured_over(self, backend: str) -> "Hardware":
+        """Without what was measured over other backends; "default" is that of the first row."""
+        if backend == "default":
+            backend = self.measured[0].backend if self.measured else ""
+        kept = tuple(item for item in self.measured if item.backend == backend)
+        return msgspec.structs.replace(self, measured=kept)
+
     @property
     def fast_domain(self) -> int:
         """Devices that reach each other over the node's links."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fivefold.collectives.record import Recorder
 from fivefold.config.tree import Precision
 from fivefold.parallel.bucket import Bucket
 
@@ -71,6 +72,7 @@ class DataParallel:
         self.zero = zero
         self.overlap = overlap
         self._last = True
+        self._recorder = Recorder()  # until a step brings its own
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         if not overlap:
             return
@@ -80,8 +82,9 @@ class DataParallel:
             for index, unit in enumerate(units):
                 self._watch(index, unit)
 
-    def begin_step(self) -> None:
-        """Without overlap: gathers what the step needs."""
+    def begin_step(self, recorder: Recorder) -> None:
+        """Without overlap: gathers what the step needs. `recorder` is told what backward reduces."""
+        self._recorder = recorder
         if not self.overlap:
             self.begin_micro_step(last=True)
             self._gather()
@@ -95,8 +98,7 @@ class DataParallel:
     def end_micro_step(self) -> None:
         """After a backward: waits for what it has started."""
         for bucket in self.buckets:
-            if bucket.is_due(self._last):
-                bucket.reduce()
+            self._reduce_if_due(bucket)
         for bucket in self.buckets:
             bucket.accumulate()
 
@@ -159,9 +161,13 @@ class DataParallel:
 
     def _complete(self, bucket: Bucket) -> None:
         """A bucket's last gradient of this backward is there."""
-        if bucket.is_due(self._last):
-            bucket.reduce()
+        self._reduce_if_due(bucket)
         bucket.drop()
+
+    def _reduce_if_due(self, bucket: Bucket) -> None:
+        if bucket.is_due(self._last):
+            with self._recorder.phase("gradient"):
+                bucket.reduce()
 
     def _watch(self, index: int, unit: Unit) -> None:
         """Gathers a unit's parameters before its forward and before its backward, the neighbour's meanwhile."""

@@ -26,7 +26,7 @@ from fivefold.nn.decoder import Decoder
 from fivefold.nn.inputs import Inputs
 from fivefold.parallel.local import LocalParameter
 from fivefold.spec import schedules
-from fivefold.spec.messages import Message, Need, Plan, plans
+from fivefold.spec.messages import Message, Need, Plan, plans, receives_first
 from fivefold.spec.schedules import Action, Kind
 from fivefold.spec.stages import Stage, pipeline_stages
 
@@ -157,7 +157,7 @@ class Pipeline:
         own = [[stage for stage, rank in enumerate(self._place) if rank == other] for other in range(ranks)]
         work = [[Action(Kind.FORWARD, s, m) for s in stages for m in range(count)] for stages in own]
         mail, found = _Mail(self, micro_batches), []
-        for entry in plans(work, self._place)[self.rank]:
+        for entry in self._ordered(plans(work, self._place)[self.rank]):
             if isinstance(entry, Message):
                 mail.pass_on(entry)
                 continue
@@ -175,8 +175,12 @@ class Pipeline:
     def _plan(self, micro_batches: int) -> Plan:
         if micro_batches not in self._plans:
             work = schedules.actions(self._name, self.group.size(), micro_batches, len(self.stages))
-            self._plans[micro_batches] = plans(work, self._place)[self.rank]
+            self._plans[micro_batches] = self._ordered(plans(work, self._place)[self.rank])
         return self._plans[micro_batches]
+
+    def _ordered(self, plan: Plan) -> Plan:
+        on_cpu = next(self.decoder.parameters()).device.type == "cpu"
+        return receives_first(plan, self.rank) if on_cpu else plan
 
     def next_logits(self, tokens: Sequence[int], device: torch.device) -> Tensor:
         """Of the token that follows `tokens`, `[vocabulary]`, on every rank."""

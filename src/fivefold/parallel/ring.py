@@ -215,9 +215,9 @@ class _Message:
         received = torch.empty_like(block)
         before = (cut.rank - 1) % cut.cp
         works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, block, group=cut.group, group_peer=cut.next),
+            [  # The receive first: where both ends begin to send, gloo uses one direction of a link at a time.
                 dist.P2POp(dist.irecv, received, group=cut.group, group_peer=before),
+                dist.P2POp(dist.isend, block, group=cut.group, group_peer=cut.next),
             ]
         )
         return _Message(block, received, works)

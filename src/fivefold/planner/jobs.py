@@ -57,10 +57,10 @@ def stack_of(config: Config, on: Hardware) -> Stack:
 
 
 def hardware_of(config: Config) -> Hardware:
-    """The config's cluster; without one, as many CPU ranks as the layout names."""
+    """The config's cluster, as measured over its backend; without one, as many CPU ranks as the layout names."""
     found = hardware.load_hardware(config.cluster)
     if found is not None:
-        return found
+        return found.measured_over(config.parallel.backend)
     ranks = resolve(config.parallel, config.run.ranks).world_size
     cpu = hardware.kind("cpu")
     return msgspec.structs.replace(cpu, node=msgspec.structs.replace(cpu.node, devices=ranks))

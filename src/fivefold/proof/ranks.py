@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 GRACE_SECONDS = 2.0  # how long the other ranks may still report after one has failed
+END_SECONDS = 60.0  # a process that is done takes half a second to end, and some tens on a crowded machine
 
 
 class RankError(AssertionError):
@@ -114,7 +115,7 @@ class Ranks:
         """Ends the processes; raises RankError if one does not end by itself with exit code 0."""
         for pipe in self._pipes:
             pipe.close()
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + END_SECONDS
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         codes = [process.exitcode for process in self._processes]

@@ -1,6 +1,7 @@
 """Where a pipeline's messages stand between the actions of its ranks."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from fivefold.spec.schedules import Action, Kind
@@ -72,6 +73,19 @@ def plans(work: Sequence[Sequence[Action]], place: Sequence[int]) -> list[Plan]:
             done[rank] += len(together)
         if sum(done) == before:
             raise RuntimeError("the schedule's lists wait for one another")
+    return found
+
+
+def receives_first(plan: Plan, rank: int) -> Plan:
+    """A rank's plan with the receives of neighbouring messages before the sends.
+
+    For backends whose calls return at once (gloo, shm): where both ends begin to send, gloo uses one direction of a
+    link at a time. Not for NCCL, where each waits for the one before.
+    """
+    found: Plan = []
+    for is_message, entries in groupby(plan, lambda entry: isinstance(entry, Message)):
+        run = list(entries)
+        found += sorted(run, key=lambda entry: entry.receiver != rank) if is_message else run  # type: ignore[union-attr]
     return found
 
 

@@ -1,11 +1,11 @@
 """Ranks that measure collectives: joining, measuring, and what rank 0 reports."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,6 +15,7 @@ from fivefold.collectives.bench import Bench, Case
 from fivefold.collectives.calibrate import Calibrated, Sizes, calibrate, ring_rate
 from fivefold.collectives.execute import Operation
 from fivefold.collectives.fit import Point, fit
+from fivefold.collectives.record import Recorder
 from fivefold.config.errors import BadInput, did_you_mean
 from fivefold.ledger.hardware import Hardware, Measured
 from fivefold.ledger.network import wire_bytes
@@ -22,11 +23,12 @@ from fivefold.ledger.programs.catalogue import PROGRAMS, TWO_LEVEL, Setting, bes
 from fivefold.ledger.programs.steps import Fabric, Link, seconds
 from fivefold.trainer import machine
 from fivefold.trainer.place import Place, open_store
+from fivefold.trainer.session import torch_backend
 
 SHIFT_SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 TIMEOUT_SECONDS = 120.0
-# Which program a backend's own collective is taken for in a prediction. gloo's reduce-scatter takes as long as
-# its all-reduce; its all-to-all is pairwise.
+# Which program gloo's own collectives are taken for in a prediction: its reduce-scatter takes as long as its
+# all-reduce, its all-to-all is pairwise. Those of shm send no messages: only a cluster file predicts them.
 _TAKEN_FOR = {
     "gloo": {
         "all_reduce": ("all_reduce", "ring"),
@@ -57,41 +59,57 @@ class Request:
     measured: tuple[Measured, ...] = ()
 
 
+class Groups(NamedTuple):
+    """Of one backend: all ranks, this rank's host, and the ranks of its place on every host (None: just one)."""
+
+    everyone: dist.ProcessGroup
+    inside: dist.ProcessGroup | None
+    between: dist.ProcessGroup | None
+
+
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A rank among the ranks that measure."""
+    """A rank among the ranks that measure; `backend` is what training takes by default, and carries programs."""
 
     place: Place
     device: torch.device
     backend: str
-    groups: dict[str, dist.ProcessGroup]
+    groups: dict[str, Groups]  # by backend
     local: int  # ranks a host
 
     @property
     def hosts(self) -> int:
         return self.place.world_size // self.local
 
-    def bench(self, fabric: Fabric | Link, groups: dict[str, dist.ProcessGroup] | None = None) -> Bench:
+    def bench(self, fabric: Fabric | Link, groups: Mapping[str, dist.ProcessGroup] | None = None) -> Bench:
         synchronize = lambda: machine.synchronize(self.device)  # noqa: E731
-        return Bench(groups or self.groups, fabric, self.local, self.device, synchronize)
+        everyone = {name: found.everyone for name, found in self.groups.items()}
+        return Bench(groups or everyone, fabric, self.local, self.device, synchronize)
 
 
 @contextmanager
 def join(place: Place, backends: Sequence[str], local: int = 0) -> Iterator[Joined]:
-    """Joins the group of all ranks, and one more for every other backend asked for."""
+    """Joins the group of all ranks over training's default backend, and one more for every other asked for.
+
+    The groups are those that training makes, recording and all: what is measured is what a step will see.
+    """
     device = machine.device(place.local_rank)
-    default = dist.get_default_backend_for_device(device)
+    default = machine.default_backend(device)
     world, per_host = place.world_size, local or place.local_world_size
     if world % per_host:
         raise BadInput(f"{world} ranks do not fill hosts of {per_host}; start equally many on every host")
-    store = open_store(place, TIMEOUT_SECONDS)
+    store, recorder = open_store(place, TIMEOUT_SECONDS), Recorder()
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
-    dist.init_process_group(default, store=store, rank=place.rank, world_size=world, timeout=timeout)
-    assert dist.group.WORLD is not None
-    groups = {default: dist.group.WORLD}
-    for backend in backends:
-        if backend not in groups:
-            groups[backend] = dist.new_group(backend=backend, timeout=timeout)
+    groups: dict[str, Groups] = {}
+    for backend in dict.fromkeys((default, *backends)):
+        name = torch_backend(backend, device, recorder, timeout)
+        if not groups:
+            dist.init_process_group(name, store=store, rank=place.rank, world_size=world, timeout=timeout)
+            everyone = dist.group.WORLD
+        else:
+            everyone = dist.new_group(backend=name, timeout=timeout)
+        assert everyone is not None
+        groups[backend] = Groups(everyone, *_host_groups(name, per_host, world // per_host, timeout))
     yield Joined(place, device, default, groups, per_host)
     dist.barrier()
     dist.destroy_process_group()
@@ -105,6 +123,7 @@ def check_algorithms(request: Request) -> tuple[str, ...]:
     """
     programs = {name for primitive in request.primitives for name in PROGRAMS[primitive]}
     known = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+    known += ["shm"] if machine.shares_memory() else []
     found = []
     for algorithm in request.algorithms:
         name, at, transport = algorithm.partition("@")
@@ -120,15 +139,15 @@ def check_algorithms(request: Request) -> tuple[str, ...]:
 
 def bench_rows(joined: Joined, request: Request, tell: Callable[[str], None]) -> list[dict[str, Any]]:
     """The rows of `comm bench`, the same on every rank. Collective."""
-    fabric = _fabric(joined)
-    bench = joined.bench(fabric)
+    fabrics = {backend: _fabric(joined, backend) for backend in joined.groups}
+    bench = joined.bench(fabrics[joined.backend])
     rows = []
     for primitive in request.primitives:
         for size in request.sizes:
             tell(f"{primitive} {size}")
             cases = _cases(joined, request, primitive, size)
             for result in bench.measure(cases):
-                rows.append(_row(joined, request, fabric, result.case, result.seconds, result.wrong))
+                rows.append(_row(joined, request, fabrics, result.case, result.seconds, result.wrong))
     return rows
 
 
@@ -142,14 +161,18 @@ def _cases(joined: Joined, request: Request, primitive: str, size: int) -> list[
         name, _, transport = algorithm.partition("@")
         one_host = name in TWO_LEVEL and joined.hosts == 1
         if name in joined.groups or (name in PROGRAMS[primitive] and (request.algorithms or not one_host)):
-            cases.append(
-                Case(primitive, name, transport or joined.backend, elements, dtype, request.operation)
-            )
+            carrier = name if name in joined.groups else transport or joined.backend
+            cases.append(Case(primitive, name, carrier, elements, dtype, request.operation))
     return cases
 
 
 def _row(
-    joined: Joined, request: Request, fabric: Fabric | Link, case: Case, spent: float, wrong: int
+    joined: Joined,
+    request: Request,
+    fabrics: Mapping[str, Fabric | Link],
+    case: Case,
+    spent: float,
+    wrong: int,
 ) -> dict[str, Any]:
     ranks = joined.place.world_size
     own = case.algorithm in joined.groups
@@ -168,7 +191,7 @@ def _row(
         "seconds": spent,
         "algbw": case.size / spent,
         "busbw": bus_bytes(case.primitive, case.size, ranks) / spent,
-        "predicted_seconds": _predicted(joined, request, fabric, case),
+        "predicted_seconds": _predicted(joined, request, fabrics, case),
         "wrong": wrong,
     }
 
@@ -178,7 +201,9 @@ def bus_bytes(primitive: str, size: float, ranks: int) -> float:
     return size if primitive == "broadcast" else wire_bytes(primitive, size, ranks)
 
 
-def _predicted(joined: Joined, request: Request, fabric: Fabric | Link, case: Case) -> float | None:
+def _predicted(
+    joined: Joined, request: Request, fabrics: Mapping[str, Fabric | Link], case: Case
+) -> float | None:
     """From the cluster file's row of that backend; else the program's steps on the links of this run."""
     shape = (joined.local, joined.hosts)
     for item in request.measured:
@@ -187,43 +212,45 @@ def _predicted(joined: Joined, request: Request, fabric: Fabric | Link, case: Ca
             return item.link.seconds(case.size)
     ranks, primitive, name = joined.place.world_size, case.primitive, case.algorithm
     if name in joined.groups:
-        if name not in _TAKEN_FOR or name != joined.backend:
+        if name not in _TAKEN_FOR:
             return None
         primitive, name = _TAKEN_FOR[name][primitive]
-    elif case.transport != joined.backend:
-        return None
-    pieces = best_pieces(ranks, case.size, fabric)
-    return seconds(program(primitive, name, Setting(ranks, joined.local, pieces)), case.size, fabric)
+    pieces = best_pieces(ranks, case.size, fabrics[joined.backend])
+    made = program(primitive, name, Setting(ranks, joined.local, pieces))
+    return seconds(made, case.size, fabrics[case.transport])
 
 
-def _fabric(joined: Joined) -> Fabric | Link:
-    """The links as one round of a program sees them, from messages of every rank to its neighbour.
+def _fabric(joined: Joined, backend: str) -> Fabric | Link:
+    """A backend's links as one round of a program sees them, from messages of every rank to its neighbour.
 
     Between hosts the first rank of each speaks alone: gloo's ranks share their host's port.
     """
-    if joined.hosts == 1:
-        return _link(joined.bench(Link(1.0, 1.0)))
-    inside, between = host_groups(joined)
     near, far = Link(1.0, 1.0), Link(1.0, 1.0)
-    if joined.local > 1:
-        near = _link(joined.bench(near, {joined.backend: inside}))
-    if joined.place.rank % joined.local == 0:
-        far = _link(joined.bench(far, {joined.backend: between}))
+    everyone, inside, between = joined.groups[backend]
+    if joined.hosts == 1:
+        return _link(joined.bench(near, {backend: everyone}))
+    if inside is not None:
+        near = _link(joined.bench(near, {backend: inside}))
+    if between is not None and joined.place.rank % joined.local == 0:
+        far = _link(joined.bench(far, {backend: between}))
     told = torch.tensor(far, dtype=torch.float64, device=joined.device)
     dist.broadcast(told, 0)
     far = Link(*told.tolist())
     return Fabric(near if joined.local > 1 else far, far, joined.local, shared=joined.device.type == "cpu")
 
 
-def host_groups(joined: Joined) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's host, and the ranks of its place on every host."""
-    local, hosts = joined.local, joined.hosts
+def _host_groups(
+    name: str, local: int, hosts: int, timeout: timedelta
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """This rank's host, and the ranks of its place on every host; None of one rank, or on a single host."""
     inside = [list(range(host * local, (host + 1) * local)) for host in range(hosts)]
     between = [list(range(place, local * hosts, local)) for place in range(local)]
-    mine = []
+    mine: list[dist.ProcessGroup | None] = []
     for lists in (inside, between):
-        made, _ = dist.new_subgroups_by_enumeration(lists)  # type: ignore[no-untyped-call]
-        assert made is not None
+        if hosts == 1 or len(lists[0]) == 1:
+            mine.append(None)
+            continue
+        made, _ = dist.new_subgroups_by_enumeration(lists, timeout, name)  # type: ignore[no-untyped-call]
         mine.append(made)
     return mine[0], mine[1]
 
@@ -238,14 +265,13 @@ def calibration(joined: Joined, sizes: Sizes, tell: Callable[[str], None]) -> li
     Between hosts all ranks of a host work at once, as in training, so a shared port is shared.
     """
     local, hosts, found = joined.local, joined.hosts, []
-    if hosts > 1:
-        inside, between = host_groups(joined)
-        for group, shape in ((inside, (local, 1)), (between, (1, hosts))):
-            if group.size() > 1:
-                bench = joined.bench(Link(1.0, 1.0), {joined.backend: group})
-                found += calibrate(bench, joined.backend, *shape, sizes, tell)
+    everyone, inside, between = joined.groups[joined.backend]
+    for group, shape in ((inside, (local, 1)), (between, (1, hosts))):
+        if group is not None:
+            bench = joined.bench(Link(1.0, 1.0), {joined.backend: group})
+            found += calibrate(bench, joined.backend, *shape, sizes, tell)
     if hosts == 1 or local > 1:
-        bench = joined.bench(Link(1.0, 1.0))
+        bench = joined.bench(Link(1.0, 1.0), {joined.backend: everyone})
         found += calibrate(bench, joined.backend, local, hosts, sizes, tell)
     return found
 

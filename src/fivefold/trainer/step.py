@@ -75,7 +75,7 @@ class Stepper:
             counted = sum(batch.loss_tokens for batch in micro_batches) * self.model.counts_tokens
             loss_tokens, *agreed = self.agreement.sum(counted, *flags)
         with self.recorder.phase("forward"), self.clock.measure("communication"):
-            self.model.data.begin_step()
+            self.model.data.begin_step(self.recorder)
         loss_sum = self._forward_backward(micro_batches, max(loss_tokens, 1.0))
         with self.recorder.phase("gradient"), self.clock.measure("communication"):
             self.model.reduce_gradients()

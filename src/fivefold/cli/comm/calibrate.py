@@ -1,8 +1,8 @@
 """Measure this cluster's links and write a cluster file that `estimate` and `plan` read (cluster.path).
 
 Starts local ranks, or is one under torchrun, srun or mpirun; every rank of a host should take part. Each collective
-of the default backend is fitted inside a host, between hosts and over all ranks; the error is that on sizes the fit
-has not seen.
+of the backend that training takes by default is fitted inside a host, between hosts and over all ranks; the error is
+that on sizes the fit has not seen.
 """
 
 import argparse
