@@ -57,8 +57,7 @@ def test_a_sick_machine_for_people() -> None:
     assert "more threads than the" in done.stdout
     assert "no interface eth99" in done.stdout
     assert "RANK=0 is set" in done.stdout
-    assert "Unable to find address for: eth99" in done.stdout  # said by the ranks that tried
-    assert done.stdout.rstrip().splitlines()[-1].startswith("4 problems")
+    assert done.stdout.rstrip().splitlines()[-1].startswith("3 problems")
 
 
 def test_without_torch() -> None:
