@@ -110,7 +110,7 @@ RING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", RING)
 def test_ring_is_attention(ranks: Ranks, cp: int, change: dict[str, Any]) -> None:
     check(ranks, replace(Case(), **change), cp, 1e-13)
@@ -124,7 +124,7 @@ ULYSSES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("change", ULYSSES)
 def test_ulysses_is_attention(ranks: Ranks, cp: int, change: dict[str, Any]) -> None:
     case = replace(Case(kind="ulysses", heads=12), **change)

@@ -178,7 +178,7 @@ UNCOUNTED: Any = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", ["none", "attention", "elementwise", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
 def test_flops_are_the_counters(name: str, mode: Any, dtype: torch.dtype) -> None:
     """Forward and backward as FlopCounterMode sees them, with what recomputation and flash attention's backward
     add. One block of 128 queries sees all pairs, so the full convention is what runs; the head's three products

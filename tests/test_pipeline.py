@@ -104,7 +104,7 @@ def trained(ranks: Ranks, config: Config) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tied", "experts"])
+@pytest.mark.parametrize("name", ["tied", pytest.param("experts", marks=pytest.mark.full)])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
 def test_schedules_equal_one_process(ranks: Ranks, layout: dict[str, Any], name: str) -> None:
     model = {"tied": TIED, "experts": MOE}[name]

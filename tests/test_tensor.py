@@ -179,7 +179,7 @@ def test_layouts_equal_one_process(ranks: Ranks, name: str) -> None:
     check(found, expected, 1e-5 if config.precision.dtype == "float32" else 1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_half_precision_is_as_far_from_the_truth_as_one_process(ranks: Ranks, dtype: str) -> None:
     """Each rank's part of a sum is rounded, which no permutation of rows in one process does: so what is compared is
     how far either is from float64."""
