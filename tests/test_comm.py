@@ -59,6 +59,7 @@ def test_bench_of_every_primitive_algorithm_and_the_backend_itself() -> None:
         assert row["busbw"] == pytest.approx(bus_bytes(row["primitive"], row["bytes"], 2) / row["seconds"])
 
 
+@pytest.mark.full
 def test_bench_under_torchrun_with_hosts_taken_for_two(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     words = ["comm", "bench", "--sizes", "4K", "--primitives", "all_reduce,all_to_all", "--per-host", "2"]

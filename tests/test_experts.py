@@ -231,7 +231,7 @@ class TestBiasBalancing:
         assert shares[-1] < 0.5
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, backend=None) as started:
         yield started

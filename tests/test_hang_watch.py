@@ -23,7 +23,7 @@ from fivefold.collectives.work import CollectiveError
 from ranks import Ranks, run_ranks
 
 
-@pytest.fixture(scope="module", params=["gloo", "shm"])
+@pytest.fixture(scope="module", params=[pytest.param("gloo", marks=pytest.mark.full), "shm"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

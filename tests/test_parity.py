@@ -18,7 +18,7 @@ from ranks import Ranks
 from toy import CPU, MODEL, global_batch, reference, start_group, stepper_on, toy_config, train_on_ranks
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.full)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, backend=None) as started:
         yield started

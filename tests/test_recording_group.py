@@ -59,7 +59,7 @@ class RanksOver(Ranks):
         return super().run(partial(over, self._transport, fn), *args, **kwargs)
 
 
-@pytest.fixture(scope="module", params=["gloo", "shm"])
+@pytest.fixture(scope="module", params=[pytest.param("gloo", marks=pytest.mark.full), "shm"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with RanksOver(request.param) as ranks:
         yield ranks
@@ -646,7 +646,7 @@ def check_dead_peer(rank: int, n: int) -> list[tuple[str, float]]:
     return errors
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.full), "shm"])
 def test_a_dead_peer_is_one_clear_line_within_seconds(transport: str) -> None:
     results = run_ranks(partial(over, transport, check_dead_peer), 3, backend=None, dies={1})
     for rank, others in ((0, "ranks 1, 2"), (2, "ranks 0, 1")):
@@ -708,7 +708,7 @@ if destroy:
 """
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.full), "shm"])
 @pytest.mark.parametrize("ending", ["destroy", "leave"])
 def test_processes_end_cleanly(tmp_path: Path, ending: str, transport: str) -> None:
     arguments = [str(tmp_path / "store"), ending, transport]

@@ -18,7 +18,7 @@ from toy import CPU, FLAGS, global_batch, start_group, stepper_on, toy_config, t
 ITEMSIZE = {"float64": 8, "float32": 4, "bf16": 2}
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 3, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, backend=None) as started:
         yield started
