@@ -146,22 +146,19 @@ class Verifier:
 
     def _measure(self, twins: Sequence[Config], ranks: int) -> list[list[Measured]]:
         """By twin, then by rank."""
+        routing = [self._routing(of_twin) for of_twin in twins]
+        of_ranks = self._on_ranks(ranks, list(twins), 0, self.sabotage, routing)
+        return [list(of_twin) for of_twin in zip(*of_ranks, strict=True)]
+
+    def _on_ranks(self, ranks: int, *arguments: Any) -> list[list[Measured]]:
+        """What `measure` gives on each of so many ranks of the pool."""
         if self._ranks is None:
             self._ranks = Ranks(self._count, backend=None)
         try:
-            of_ranks = self._ranks.run(
-                measure,
-                list(twins),
-                0,
-                self.sabotage,
-                [self._routing(of_twin) for of_twin in twins],
-                world_size=ranks,
-                timeout=CASE_SECONDS,
-            )
+            return self._ranks.run(measure, *arguments, world_size=ranks, timeout=CASE_SECONDS)
         except RankError:
             self._ranks = None  # an error ends them
             raise
-        return [list(of_twin) for of_twin in zip(*of_ranks, strict=True)]
 
     def _reference(self, config: Config) -> Reference:
         """Computed once for all layouts of the same twin."""
@@ -184,7 +181,7 @@ class Verifier:
             return BOUNDS[dtype]
         alone = replace(config, parallel=Parallel())
         routing = [self._routing(config)]
-        shuffled = [measure(0, 1, [alone], seed, replayed=routing) for seed in PERMUTATIONS]
+        shuffled = [self._on_ranks(1, [alone], seed, nullcontext, routing)[0] for seed in PERMUTATIONS]
         expected = self._reference(config)
         return HALF_FACTOR * max(compare(found, expected, 0.0).errors.worst for found in shuffled)
 
