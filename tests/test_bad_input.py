@@ -418,6 +418,16 @@ VERIFY = [
         says=("tp 2", "= 2 ranks", "3"),
     ),
     words(
+        "verify with an optimizer that one process has not",
+        *("verify", "a.toml", "--set", "optimizer.name=muon", "--layouts", "pairs"),
+        says=("optimizer.name = muon", "adamw"),
+    ),
+    words(
+        "verify of what is approximate",
+        *("verify", "a.toml", "--set", "parallel.compression=int8", "--set", "parallel.dp_replicate=2"),
+        says=("parallel.compression = int8", "none"),
+    ),
+    words(
         "verify on more ranks than can be laid out",
         *("verify", "a.toml", "--layouts", "pairs", "--ranks", "1000003"),
         says=("--ranks 1000003", "at most"),

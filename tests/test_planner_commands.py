@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +142,17 @@ def test_a_cluster_larger_than_its_batch_is_told_the_nearest_batch(
 def test_a_plan_states_what_a_run_costs_where_the_cluster_has_a_price(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = document(capsys, "plan", config, "--json", "--tokens", "1e9")
+    preset = resources.files("fivefold") / "presets" / "clusters" / "h100.toml"
+    cluster = tmp_path / "priced.toml"
+    cluster.write_text("nodes = 2\nprice = 2.5\n" + preset.read_text(encoding="utf-8"), encoding="utf-8")
+    words = ["--set", "cluster.preset=", "--set", f"cluster.path={cluster}"]
+    found = document(capsys, "plan", config, "--json", "--tokens", "1e9", *words)
     run, best = found["run"], found["best"]
     rate = best["tokens_per_second_per_gpu"] * best["world_size"]
     assert run["days"] == pytest.approx(1e9 / rate / 86400)
     assert run["device_hours"] == pytest.approx(run["days"] * 24 * best["world_size"])
-    assert run["price"] == run["price_per_hour"] * run["device_hours"]
+    assert run["price_per_hour"] == 2.5
+    assert run["price"] == pytest.approx(2.5 * run["device_hours"])
 
 
 def test_a_plan_that_cannot_be_says_what_would(config: str, capsys: pytest.CaptureFixture[str]) -> None:

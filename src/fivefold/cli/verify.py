@@ -88,6 +88,7 @@ def _layouts(arguments: argparse.Namespace, config: Config) -> tuple[list[Config
             except BadInput as error:
                 raise BadInput(f"--layouts {arguments.layouts}[{number}]: {error}") from None
         return found, max(laid_out.run.ranks for laid_out in found)
+    _check_has_reference(config)
     if ranks > MOST_RANKS:
         raise BadInput(f"--ranks {ranks}: all start on this host; expected at most {MOST_RANKS}")
     every = every_layout(config, ranks)
@@ -102,12 +103,24 @@ def _on_ranks(config: Config, ranks: int) -> Config:
 
     resolved = resolve_config(config, ranks)
     check_trainable(resolved)
+    _check_has_reference(config)
     world_size = resolved.mesh.world_size
     if world_size > MOST_RANKS:
         raise BadInput(
             f"the layout takes {world_size} ranks; verify starts at most {MOST_RANKS} on this host"
         )
     return replace(config, run=replace(config.run, ranks=world_size))
+
+
+def _check_has_reference(config: Config) -> None:
+    """Refuses what one process would not compute alike, however right the layout is."""
+    if config.optimizer.name == "muon":
+        raise BadInput("optimizer.name = muon: verify has no reference for it; expected adamw or sgd")
+    if config.parallel.compression != "none":
+        raise BadInput(
+            f"parallel.compression = {config.parallel.compression}: what it sums is approximate by design; verify the "
+            "layout with compression = none"
+        )
 
 
 def _read(path: Path) -> list[Any]:

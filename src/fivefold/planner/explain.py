@@ -9,7 +9,8 @@ from fivefold.ledger.total import Ledger
 SOURCES = {
     "memory.parameters": "Rajbhandari 2020 (ZeRO) §5: what a rank keeps of each parameter, by stage",
     "memory.gradients": "Rajbhandari 2020 (ZeRO) §5; under a pipeline whole until the end of the step",
-    "memory.optimizer": "Kingma 2015 (AdamW: two moments); split as in Rajbhandari 2020 (ZeRO) §5",
+    "memory.optimizer": "Kingma & Ba 2015 (two moments), Loshchilov & Hutter 2019 (AdamW); "
+    "split as in Rajbhandari 2020 (ZeRO) §5",
     "memory.activations": "Korthikanti 2022 table 2; torch's eager block as counted from autograd's storages "
     "(ledger/activations.py); in flight: the simulated schedule",
     "memory.buffers": "messages, gathered units, spare keys and values: ledger/total.py",

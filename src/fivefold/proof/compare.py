@@ -88,10 +88,12 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
         return Comparison(measured, ())
     first, kind = _first(found, gradients, of_gradients, expected, bound)
     after = of_parameters | of_moments
-    if first is None and not measured.grad_norm <= bound:
+    if first is None and not _relative(found[0].grad_norm[:1], expected.grad_norm[:1]) <= bound:
         first, kind = "gradient norm", f"{found[0].grad_norm[0] / expected.grad_norm[0]:.6g} times what it is"
     if first is None and (late := [name for name, error in after.items() if not error <= bound]):
         first, kind = f"{late[0]} (update)", kind_of(state.tensors[late[0]], expected.state[late[0]])
+    if first is None and state.disagreeing:
+        first = f"{state.disagreeing[0]} (replicas)"
     return Comparison(measured, tuple(wrong), first, kind, is_inexact)
 
 
@@ -101,7 +103,7 @@ def _named(found: Errors) -> list[tuple[str, float]]:
 
 def _errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
     missing = dict.fromkeys(found.keys() ^ expected.keys(), float("inf"))
-    common = found.keys() & expected.keys()
+    common = [name for name in expected if name in found]
     known = errors({n: found[n] for n in common}, {n: expected[n] for n in common})
     return missing | {name: error if error == error else float("inf") for name, error in known.items()}
 

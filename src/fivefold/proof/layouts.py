@@ -7,11 +7,10 @@ from msgspec.structs import asdict, replace
 
 from fivefold.config.errors import ConfigError
 from fivefold.config.tree import Batch, Config, Parallel
+from fivefold.planner.space import RECOMPUTE, SCHEDULES, divisors
 from fivefold.spec.legal import check_trainable, resolve_config
 from fivefold.spec.schedules import chunks_of, is_legal
 
-RECOMPUTE = ("none", "attention", "elementwise", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "dualpipev")
 MOST_ACCUMULATION = 64
 
 
@@ -53,7 +52,7 @@ def _pairs(config: Config) -> frozenset[tuple[tuple[str, object], tuple[str, obj
 
 
 def _candidates(base: Parallel, ranks: int, has_experts: bool) -> Iterator[Parallel]:
-    for pp, dp_replicate, dp_shard, cp in product(_divisors(ranks), repeat=4):
+    for pp, dp_replicate, dp_shard, cp in product(divisors(ranks), repeat=4):
         taken = pp * dp_replicate * dp_shard * cp
         if ranks % taken:
             continue
@@ -63,7 +62,7 @@ def _candidates(base: Parallel, ranks: int, has_experts: bool) -> Iterator[Paral
             _schedules(pp),
             (False, True) if tp > 1 else (False,),
             ("ring", "ulysses") if cp > 1 else (base.context,),
-            _divisors(shards) if has_experts else [1],
+            divisors(shards) if has_experts else [1],
         ):
             if zero == 0 and dp_shard > 1:  # means the same as replicas
                 continue
@@ -105,7 +104,3 @@ def _with_batch(parallel: Parallel, config: Config, wanted: int) -> Config:
     )
     chunks = chunks_of(parallel.schedule, parallel.chunks) if parallel.pp > 1 else 1
     return replace(config, parallel=replace(parallel, chunks=chunks), batch=batch)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -17,7 +17,8 @@ def case_title(found: dict[str, Any]) -> str:
     words += [parallel["schedule"]] * (parallel["pp"] > 1) + [parallel["context"]] * (parallel["cp"] > 1)
     words += ["sequence parallel"] * parallel["sequence_parallel"]
     words += [f"zero {parallel['zero']}", f"recompute {parallel['recompute']}"]
-    return ", ".join([*words, f"{found['accumulation']} micro-batches"])
+    count = found["accumulation"]
+    return ", ".join([*words, f"{count} micro-batch{'es' * (count != 1)}"])
 
 
 def case_lines(found: dict[str, Any]) -> list[str]:
