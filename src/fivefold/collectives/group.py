@@ -5,8 +5,9 @@ group sees every call of every caller (DDP's reducer, FSDP2, DTensor, functional
 checkpoints), with its tensors and its axis. It is also the one place that can say in plain words what broke.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from fivefold.collectives.work import RecordedWork, failure, one_by_one, outside
 BACKEND = "fivefold"
 
 Tensors: TypeAlias = Tensor | list[Tensor] | list[list[Tensor]]
+_NO_KEYWORDS: Mapping[str, Any] = {}
 
 
 def register(recorder: Recorder, timeout: timedelta, shared: SharedMemory | None = None) -> str:
@@ -65,8 +67,8 @@ def _recorded(
         size = _bytes(args[counted]) * (len(group.global_ranks) if parts else 1)
         start = getattr(group._transport, method)
         if each:
-            return group._run(primitive, size, lambda: one_by_one(start, *args, **kwargs))
-        return group._run(primitive, size, lambda: start(*args, **kwargs))
+            start = partial(one_by_one, start)
+        return group._run(primitive, size, start, args, kwargs)
 
     return collective
 
@@ -127,22 +129,22 @@ class RecordingGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def barrier(self, *args: Any, **kwargs: Any) -> Work:
-        return self._run("barrier", 0, lambda: self._transport.barrier(*args, **kwargs))
+        return self._run("barrier", 0, self._transport.barrier, args, kwargs)
 
     # Point to point: these ranks are ranks within the group.
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803  # torch's keyword
         return self._run(
-            "send", _bytes(tensors), lambda: self._transport.send(tensors, dstRank, tag), dstRank
+            "send", _bytes(tensors), self._transport.send, (tensors, dstRank, tag), peer=dstRank
         )
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803
         return self._run(
-            "recv", _bytes(tensors), lambda: self._transport.recv(tensors, srcRank, tag), srcRank
+            "recv", _bytes(tensors), self._transport.recv, (tensors, srcRank, tag), peer=srcRank
         )
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
-        return self._run("recv", _bytes(tensors), lambda: self._transport.recv_anysource(tensors, tag))
+        return self._run("recv", _bytes(tensors), self._transport.recv_anysource, (tensors, tag))
 
     # Identity
 
@@ -195,7 +197,13 @@ class RecordingGroup(dist.ProcessGroup):
         self._transport.set_timeout(timeout)
 
     def _run(
-        self, primitive: Primitive, size: int, start: Callable[[], Work], peer: int | None = None
+        self,
+        primitive: Primitive,
+        size: int,
+        start: Callable[..., Work],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] = _NO_KEYWORDS,
+        peer: int | None = None,
     ) -> Work:
         """Counts a call of `size` bytes and starts it."""
         axis = self.progress.axis
@@ -205,7 +213,7 @@ class RecordingGroup(dist.ProcessGroup):
             self.recorder.add(axis, primitive, size)
         try:
             with outside_modes():
-                work = start()
+                work = start(*args, **kwargs)
         except RuntimeError as error:
             raise failure(self.progress, call, error) from error
         return RecordedWork(work, self.progress, call)
@@ -223,4 +231,6 @@ def axis_of(description: str) -> str:
 def _bytes(tensors: Tensors) -> int:
     if isinstance(tensors, Tensor):
         return tensors.nbytes
+    if len(tensors) == 1:
+        return _bytes(tensors[0])
     return sum(map(_bytes, tensors))

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fivefold.collectives.record import Call, Progress
 
 _NO_TIMEOUT = timedelta(0)  # torch's way of saying so
+_AS_IT_IS = nullcontext()
 
 
 class CollectiveError(RuntimeError):
@@ -36,7 +37,7 @@ def failure(progress: Progress, call: Call, error: RuntimeError) -> CollectiveEr
 def outside_modes() -> AbstractContextManager[object]:
     """Outside whatever dispatch mode the caller is under (selective recomputation is one): what a transport made of
     torch operations does is not its business."""
-    return _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext()
+    return _disable_current_modes() if _len_torch_dispatch_stack() else _AS_IT_IS
 
 
 class RecordedWork(Work):

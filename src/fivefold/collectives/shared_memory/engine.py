@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from fivefold.collectives.shared_memory.segment import Segment
+from fivefold.collectives.shared_memory.segment import Segment, sleep
 
 
 class Lack(NamedTuple):
@@ -33,7 +33,7 @@ class Lack(NamedTuple):
 Steps: TypeAlias = Generator[Lack | Work, None, None]
 """An operation: yields what it waits for, a word or a work of gloo, and is resumed when that has come."""
 
-SPINS = 100  # looks at the words, about a microsecond each, before the core is given to others
+SPINS = 1000  # looks at a word, about a tenth of a microsecond each, before the core is given to others
 YIELD_SECONDS = 0.0001  # where ranks outnumber cores: the core is first offered to the others for so long
 NAP_SECONDS = (0.001, 0.01)  # then sleeps, first short, later long
 LOOK_SECONDS = 0.25  # between two looks at whether the peer lives
@@ -43,6 +43,8 @@ NO_TIMEOUT = timedelta(0)
 
 class Operation:
     """A collective or message under way, with the methods of torch's Work that its users need."""
+
+    __slots__ = ("done", "engine", "error", "future", "since", "source", "steps", "tensors")
 
     def __init__(self, engine: "Engine", steps: Steps, tensors: list[Tensor]) -> None:
         self.engine = engine
@@ -208,19 +210,48 @@ class Engine:
 
     def drive(self, operation: Operation, timeout: float) -> None:
         """Advances everything until that operation has ended."""
-        pause = _Pause(self, self._spins, self._yield_seconds)
         now = time.monotonic()
         operation.since = max(operation.since, now)  # the time allowed is counted while somebody waits
         deadline = now + timeout if timeout > 0 else float("inf")
+        pause = None
         self._drivers += 1
         try:
             while not operation.done:
                 if self.advance():
-                    pause.reset()
-                elif pause.rest() and time.monotonic() > deadline:
+                    pause = None
+                    continue
+                if pause is None:
+                    pause = _Pause(self, self._yield_seconds)
+                    if self._spins and self._spin():
+                        continue
+                if pause.rest() and time.monotonic() > deadline:
                     raise RuntimeError(f"Timed out waiting {timeout * 1000:.0f}ms")
         finally:
             self._drivers -= 1
+
+    def _spin(self) -> bool:
+        """Looks again and again at the words that are lacked; whether one has come."""
+        waits, polled = self.lacked()
+        if polled or not waits:
+            return False
+        looks = range(self._spins // len(waits))
+        if len(waits) == 1:
+            [(segment, word, target)] = waits
+            words = segment.words
+            return any(words[word] >= target for _ in looks)
+        return any(segment.words[word] >= target for _ in looks for segment, word, target in waits)
+
+    def lacked(self) -> tuple[list[tuple[Segment, int, int]], bool]:
+        """The words that operations lack, and whether any waits for something else."""
+        waits, polled = [], False
+        for lane in tuple(self.active):
+            lack = lane.lack
+            if isinstance(lack, Lack):
+                assert lane.segment is not None
+                waits.append((lane.segment, lack.word, lack.target))
+            else:
+                polled |= lack is not None
+        return waits, polled
 
     def finish(self, operation: Operation, error: RuntimeError | None) -> None:
         """With the lock held."""
@@ -271,12 +302,12 @@ class Engine:
             if self._closed:
                 return
             time.sleep(GRACE_SECONDS)
-            pause = _Pause(self, 0, 0.0)  # the core is its caller's
+            pause = _Pause(self, 0.0)  # the core is its caller's
             while self.active and not self._closed:
                 if self._drivers:  # somebody waits, and so does this thread's work
                     time.sleep(GRACE_SECONDS)
                 elif self.advance():
-                    pause.reset()
+                    pause = _Pause(self, 0.0)
                 else:
                     pause.rest()
             self._awake = False
@@ -285,32 +316,23 @@ class Engine:
 
 
 class _Pause:
-    """What to do when nothing moves: look again, offer the core, sleep; and see whether the peers live."""
+    """What to do while nothing moves: offer the core, sleep; and see whether the peers live."""
 
-    def __init__(self, engine: Engine, spins: int, yield_seconds: float) -> None:
+    __slots__ = ("_engine", "_looked", "_since", "_yield_seconds")
+
+    def __init__(self, engine: Engine, yield_seconds: float) -> None:
         self._engine = engine
-        self._spins = spins
         self._yield_seconds = yield_seconds
-        self.reset()
-
-    def reset(self) -> None:
-        self._count = 0
-        self._since = 0.0
-        self._looked = 0.0
+        self._since = self._looked = time.monotonic()
 
     def rest(self) -> bool:
         """Whether it took long enough for a look at the clock."""
-        self._count += 1
-        if self._count <= self._spins:
-            return False
         now = time.monotonic()
-        if self._count == self._spins + 1:
-            self._since = self._looked = now
         waited = now - self._since
         if waited < self._yield_seconds:
             os.sched_yield()
             return False
-        if now - self._looked > min(LOOK_SECONDS, waited / 2):
+        if now - self._looked > min(LOOK_SECONDS, max(waited, NAP_SECONDS[0]) / 2):
             self._looked = now
             with self._engine.lock:
                 for lane in tuple(self._engine.active):
@@ -320,10 +342,10 @@ class _Pause:
         return True
 
     def _sleep(self, seconds: float) -> None:
-        lacks = [(lane.segment, lane.lack) for lane in tuple(self._engine.active)]
-        words = [(segment, lack) for segment, lack in lacks if segment and isinstance(lack, Lack)]
-        if words:
-            segment, lack = words[0]
-            segment.sleep(lack.word, lack.target, seconds)
-        elif any(lack is not None for _, lack in lacks):
-            time.sleep(seconds / 10)
+        waits, polled = self._engine.lacked()
+        if polled:
+            seconds /= 10
+        if waits:
+            sleep(waits, seconds)
+        elif polled:
+            time.sleep(seconds)

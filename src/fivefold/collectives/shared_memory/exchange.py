@@ -21,6 +21,7 @@ copy = ctypes.memmove
 """(to, from, bytes): a tenth of the overhead of a tensor's copy_, and no view of either side is needed."""
 
 AT_ONCE_BYTES = 1 << 17  # up to here every rank reduces everything itself: one meeting instead of two
+MOST_VIEWS = 64
 PRIMITIVES = (
     "all_reduce",
     "all_gather",
@@ -44,11 +45,18 @@ class Exchange:
         self.share_bytes = (
             segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
         )  # of a slot, for each rank
+        # Between two ranks it copies no more than sharing out does, and saves a meeting at any size.
+        self._at_once_bytes = min(segment.slot_bytes, segment.slot_bytes if self.size == 2 else AT_ONCE_BYTES)
         self._reserved = [False, False]
         self._step = 0
         self._words = segment.words
-        self._posted = segment.posted(self._rank)
-        self._done = segment.done(self._rank)
+        self._posted = [segment.posted(rank) for rank in range(self.size)]
+        self._done = [segment.done(rank) for rank in range(self.size)]
+        self._notes = [[segment.note(rank, step) for rank in range(self.size)] for step in (0, 1)]
+        self._slots = [
+            [segment.address + segment.slot(rank, step) for rank in range(self.size)] for step in (0, 1)
+        ]
+        self._parts: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
 
     def barrier(self) -> Steps:
         note = _note("barrier", 0)
@@ -59,11 +67,12 @@ class Exchange:
 
     def all_reduce(self, span: Span, kind: Kind) -> Steps:
         note = _note("all_reduce", span.nbytes, kind)
-        if span.nbytes <= min(AT_ONCE_BYTES, self._segment.slot_bytes):
-            if span.nbytes:
-                yield from self._all_reduce_at_once(span, kind, note)
+        item = span.tensor.itemsize
+        if self.size == 2 or span.nbytes <= self._at_once_bytes:
+            for start, stop in rounds(span.numel, self._at_once_bytes // item):
+                yield from self._all_reduce_at_once(span.part(start, stop - start), kind, note)
             return
-        together = self.share_bytes // span.tensor.itemsize * self.size
+        together = self.share_bytes // item * self.size
         for start in range(0, span.numel, together):
             part = span.part(start, min(together, span.numel - start))
             yield from self._all_reduce_shared_out(part, kind, note)
@@ -74,7 +83,7 @@ class Exchange:
         copy(self._slot(self._rank), span.address, span.nbytes)
         self._post(note)
         yield from self._met(self._others, note)
-        parts = [self._view(rank, 0, span.numel, flat.dtype) for rank in range(self.size)]
+        parts = self._views(0, span.numel, flat.dtype)
         if self._rank < 2:  # the first two are read before anything is written
             parts[self._rank] = flat
         reduce_into(flat, parts, kind)
@@ -91,12 +100,12 @@ class Exchange:
             copy(self._slot(self._rank) + rank * width, shared[rank].address, shared[rank].nbytes)
         self._post(note)
         yield from self._met(self._others, note)
-        parts = [self._view(rank, self._rank * width, mine.numel, flat.dtype) for rank in range(self.size)]
+        parts = self._views(self._rank * width, mine.numel, flat.dtype)
         parts[self._rank] = flat
         step = self._step
         yield from self._open()  # before the step before is closed: its data are still to be read
         reduce_into(self._view(self._rank, 0, mine.numel, flat.dtype), parts, kind)
-        self._segment.set(self._done, step)
+        self._segment.set(self._done[self._rank], step)
         self._post(note)
         copy(mine.address, self._slot(self._rank), mine.nbytes)
         for rank in self._others:
@@ -122,10 +131,11 @@ class Exchange:
             self._post(note)
             yield from self._met(self._others, note)
             if numel := within(start, stop, out.numel):
-                parts = [self._view(r, self._rank * width, numel, dtype) for r in range(self.size)]
+                parts = self._views(self._rank * width, numel, dtype)
                 if not keeps:
-                    parts[self._rank] = own[start : start + numel]
-                reduce_into(flat[start : start + numel], parts, kind)
+                    parts[self._rank] = own if numel == out.numel else own[start : start + numel]
+                place = flat if numel == out.numel else flat[start : start + numel]
+                reduce_into(place, parts, kind)
             self._close()
 
     def all_gather(self, outputs: Sequence[Span], source: Span) -> Steps:
@@ -196,7 +206,7 @@ class Exchange:
             self._post(note)
             if self._rank == root:
                 yield from self._met(self._others, note)
-                parts = [self._view(rank, 0, stop - start, flat.dtype) for rank in range(self.size)]
+                parts = self._views(0, stop - start, flat.dtype)
                 reduce_into(flat[start:stop], parts, kind)
             self._close()
 
@@ -245,50 +255,60 @@ class Exchange:
 
     # The steps
 
-    def _open(self, *, writes: bool = True) -> Steps:
-        """Begins the next step; this rank's slot is free for what it puts out."""
+    def _open(self, *, writes: bool = True) -> list[Lack]:
+        """Begins the next step; what has to come before this rank's slot is free for what it puts out."""
         self._step = step = self._step + 1
-        if writes:
-            if not self._reserved[step & 1]:
-                self._segment.reserve(self._segment.slot(self._rank, step), self._segment.slot_bytes)
-                self._reserved[step & 1] = True
-            for rank in self._others:
-                word = self._segment.done(rank)
-                if self._words[word] + 2 < step:
-                    yield Lack(word, step - 2, rank)
+        if not writes:
+            return []
+        if not self._reserved[step & 1]:
+            self._segment.reserve(self._segment.slot(self._rank, step), self._segment.slot_bytes)
+            self._reserved[step & 1] = True
+        words, done, last = self._words, self._done, step - 2
+        return [Lack(done[rank], last, rank) for rank in self._others if words[done[rank]] < last]
 
     def _post(self, note: int) -> None:
         """This rank's slot is ready to be read."""
-        self._words[self._segment.note(self._rank, self._step)] = note
-        self._segment.set(self._posted, self._step)
+        step = self._step
+        self._words[self._notes[step & 1][self._rank]] = note
+        self._segment.set(self._posted[self._rank], step)
 
-    def _met(self, ranks: Iterator[int] | Sequence[int], note: int) -> Steps:
+    def _met(self, ranks: Sequence[int], note: int) -> Steps:
         """Waits until those ranks' slots are ready.
 
         Raises:
             RuntimeError: one of them is in another collective.
         """
-        step = self._step
+        step, words, posted = self._step, self._words, self._posted
+        notes = self._notes[step & 1]
         for rank in ranks:
-            word = self._segment.posted(rank)
-            if self._words[word] < step:
-                yield Lack(word, step, rank)
-            found = self._words[self._segment.note(rank, step)]
-            if found != note:
+            if words[posted[rank]] < step:
+                yield Lack(posted[rank], step, rank)
+            if words[notes[rank]] != note:
+                found = _read(words[notes[rank]])
                 name = self._segment.peers[rank].rank
-                raise RuntimeError(f"rank {name} has entered {_read(found)} in its place, not {_read(note)}")
+                raise RuntimeError(f"rank {name} has entered {found} in its place, not {_read(note)}")
 
     def _close(self) -> None:
         """This rank has read all it needs of this step, and of those before."""
-        self._segment.set(self._done, self._step)
+        self._segment.set(self._done[self._rank], self._step)
 
     def _slot(self, rank: int) -> int:
         """The address of a rank's slot."""
-        return self._segment.address + self._segment.slot(rank, self._step)
+        return self._slots[self._step & 1][rank]
 
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A part of a rank's slot."""
         return self._segment.view(self._segment.slot(rank, self._step) + offset, numel, dtype)
+
+    def _views(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """The same part of every rank's slot."""
+        key = (self._step & 1, offset, numel, dtype)
+        views = self._parts.get(key)
+        if views is None:
+            if len(self._parts) >= MOST_VIEWS:
+                self._parts.clear()
+            views = self._parts[key] = [self._view(rank, offset, numel, dtype) for rank in range(self.size)]
+        return views.copy()
 
 
 def rounds(length: int, most: int) -> Iterator[tuple[int, int]]:

@@ -8,8 +8,13 @@ become visible in their order, so who sees a word sees what was written before i
 """
 
 import ctypes
+import errno
 import mmap
 import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +28,7 @@ PAGE_BYTES = mmap.PAGESIZE
 _LINE = LINE_BYTES // 8
 _RANK_LINES = 4
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # x86-64
+_FUTEX_WAITV, _FUTEX_32_BITS, _MOST_WAITERS = 449, 2, 128  # since Linux 5.16: on several words at once
 
 
 class SharedMemoryError(RuntimeError):
@@ -33,6 +39,25 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+class _Waiter(ctypes.Structure):
+    _fields_ = (
+        ("value", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+_futex_waitv = ctypes.CDLL(None, use_errno=True).syscall
+_futex_waitv.argtypes = [
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_uint,
+    ctypes.c_uint,
+    ctypes.c_void_p,
+    ctypes.c_int,
+]
+_futex_waitv.restype = ctypes.c_long
 _futex = ctypes.CDLL(None, use_errno=True).syscall
 _futex.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
 _futex.restype = ctypes.c_long
@@ -72,6 +97,7 @@ class Segment:
         sleepers = slice(self._asleep, self._asleep + size)
         self._sleepers = memoryview(memory)[sleepers]
         self._nobody = bytes(size)
+        self._fence = threading.Lock()
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @classmethod
@@ -160,21 +186,21 @@ class Segment:
     def set(self, word: int, value: int) -> None:
         """Writes a word of this rank's and wakes who sleeps for it."""
         self.words[word] = value
-        if self._sleepers != self._nobody:
+        with self._fence:  # an atomic operation: the word is out before it is seen who sleeps
+            asleep = self._sleepers != self._nobody
+        if asleep:
             _futex(_FUTEX, self.address + 8 * word, _FUTEX_WAKE, _ALL, None)
 
-    def sleep(self, word: int, target: int, seconds: float) -> None:
-        """Sleeps until the word reaches `target`, or changes, or for so long at most.
-
-        A wake-up may be missed (who writes may not see yet that this rank sleeps), so `seconds` is to be small.
-        """
-        value = self.words[word]
-        if value >= target:
-            return
-        self._sleepers[self.rank] = 1
-        time = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-        _futex(_FUTEX, self.address + 8 * word, _FUTEX_WAIT, value & 0xFFFFFFFF, ctypes.byref(time))
-        self._sleepers[self.rank] = 0
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Tells the others that a thread of this rank sleeps: they wake it when they write what it waits for."""
+        with self._fence:
+            self._sleepers[self.rank] += 1
+        try:
+            yield
+        finally:
+            with self._fence:
+                self._sleepers[self.rank] -= 1
 
     def examine(self, rank: int, word: int, target: int) -> str:
         """Why that rank will not bring the word to `target`, if it will not: a clause that begins with the rank."""
@@ -198,6 +224,40 @@ class Segment:
         if self._fd >= 0 and state == self.LEFT:
             os.close(self._fd)
             self._fd = -1
+
+
+def sleep(waits: Sequence[tuple[Segment, int, int]], seconds: float) -> None:
+    """Sleeps until one of the words (segment, word, target) reaches its target, or changes, or for so long at most.
+
+    Before Linux 5.16 a process sleeps for one word only, so `seconds` is to be small.
+    """
+    waits = waits[:_MOST_WAITERS]
+    with ExitStack() as stack:
+        for segment in {id(segment): segment for segment, _, _ in waits}.values():
+            stack.enter_context(segment.asleep())
+        values = [segment.words[word] for segment, word, _ in waits]
+        if any(value >= target for value, (_, _, target) in zip(values, waits, strict=True)):
+            return
+        addresses = [segment.address + 8 * word for segment, word, _ in waits]
+        if len(waits) == 1 or not _sleep_for_any(values, addresses, seconds):
+            wait = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+            _futex(_FUTEX, addresses[0], _FUTEX_WAIT, values[0] & 0xFFFFFFFF, ctypes.byref(wait))
+
+
+def _sleep_for_any(values: list[int], addresses: list[int], seconds: float) -> bool:
+    """Sleeps until one of the words has another value; False where the system cannot."""
+    waiters = (_Waiter * len(values))(
+        *(
+            (value & 0xFFFFFFFF, address, _FUTEX_32_BITS, 0)
+            for value, address in zip(values, addresses, strict=True)
+        )
+    )
+    end = time.clock_gettime(time.CLOCK_MONOTONIC) + seconds
+    until = _Timespec(int(end), int(end % 1 * 1e9))
+    done = _futex_waitv(
+        _FUTEX_WAITV, ctypes.byref(waiters), len(waiters), 0, ctypes.byref(until), time.CLOCK_MONOTONIC
+    )
+    return done >= 0 or ctypes.get_errno() in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR)
 
 
 def _truncate(fd: int, size: int) -> None:
