@@ -1,10 +1,14 @@
 """Collectives between ranks of one host: shared memory beside gloo and OpenMPI, in turns within one run.
 
-python benchmarks/shm.py [--ranks 2 4] [--rounds 15]
+python benchmarks/shm.py [--ranks 2 4] [--rounds 15]     # collectives
+python benchmarks/shm.py --steps [--sizes S1 tiny]       # steps of training, over shared memory and over gloo
 
 OpenMPI takes part if mpirun and mpi4py are there. Times are of a call, of its slowest rank: the median,
 and the best, which other processes on the machine disturb least. Bus bandwidth is bytes over time, times
 2(n-1)/n for all_reduce and (n-1)/n for the others.
+
+Steps are of two ranks, float32, one thread each, of the sizes in side_by_side/sizes.py. Both transports' ranks are
+started once and take turns; a ratio is of the medians of all turns.
 """
 
 import argparse
@@ -15,28 +19,69 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from side_by_side.pool import Running
+from side_by_side.sizes import SIZES as MODELS
+from side_by_side.systems import CP, PP, TP, ZERO
 
 PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 SIZES = (1 << 16, 1 << 20, 1 << 24)
 ROUNDS = 15
+LAYOUTS = (TP, *PP, *CP, ZERO[3])
+TRANSPORTS = ("gloo", "shm")
+MACHINE = {"matmul": "highest", "malloc": "keep", "peak_flops": 1e11}  # the same for both: nothing is measured
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", action="store_true", help="steps of training instead of collectives")
+    parser.add_argument("--sizes", nargs="+", choices=MODELS, default=["S1", "tiny"], help="for --steps")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.port:
         measure(arguments.rank, arguments.ranks[0], arguments.port, arguments.rounds)
         return
+    if arguments.steps:
+        training(arguments.sizes, arguments.rounds)
+        return
     for ranks in arguments.ranks:
         start(ranks, arguments.rounds)
+
+
+def training(sizes: list[str], rounds: int) -> None:
+    """Prints milliseconds of a step of each layout over each transport."""
+    print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores, {rounds} turns")
+    print(f"{'size':<6}{'layout':<16}", *(f"{name:>6}: ms {'best':>7}" for name in TRANSPORTS))
+    for size in sizes:
+        for system in LAYOUTS:
+            found: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
+            with ExitStack() as stack:
+                running = {
+                    name: stack.enter_context(
+                        Running(replace(system, options=system.options | {"backend": name}), MODELS[size], MACHINE)
+                    )
+                    for name in TRANSPORTS
+                }
+                count = 2 if size != "tiny" else 10
+                for _ in range(rounds):
+                    for name, ranks in running.items():
+                        found[name].append(ranks.steps(count) / count)
+            cells = [f"{median(times) * 1e3:10.1f} {min(times) * 1e3:7.1f}" for times in found.values()]
+            (gloo, shm) = found.values()
+            ratio = f"gloo / shm = {median(gloo) / median(shm):.2f} (best {min(gloo) / min(shm):.2f})"
+            print(f"{size:<6}{system.layout:<16}", *cells, " ", ratio, flush=True)
 
 
 def start(ranks: int, rounds: int) -> None:

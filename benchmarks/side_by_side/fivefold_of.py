@@ -74,4 +74,9 @@ def _micro_batch(size: Size, seed: int, loop: Loop) -> MicroBatch:
     rows = torch.randint(size.vocab, (size.micro_batch, size.sequence + 1), generator=generator)
     tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
     whole = Rows(tokens, labels, torch.zeros_like(tokens, dtype=torch.int32))
-    return MicroBatch.of(whole, loop.session.device, spans=loop.resolved.spans(loop.session.rank))
+    return MicroBatch.of(
+        whole,
+        loop.session.device,
+        sequences=loop.resolved.config.batch.global_batch,
+        spans=loop.resolved.spans(loop.session.rank),
+    )

@@ -35,7 +35,8 @@ Steps: TypeAlias = Generator[Lack | Work, None, None]
 
 SPINS = 1000  # looks at a word, about a tenth of a microsecond each, before the core is given to others
 YIELD_SECONDS = 0.0001  # where ranks outnumber cores: the core is first offered to the others for so long
-NAP_SECONDS = (0.001, 0.01)  # then sleeps, first short, later long
+NAP_SECONDS = 0.01  # then it sleeps: until it is woken, but for so long at most
+POLL_SECONDS = 0.0001  # where something else than a word is waited for, too
 LOOK_SECONDS = 0.25  # between two looks at whether the peer lives
 GRACE_SECONDS = 0.0005  # the thread leaves alone what its caller may be about to wait for
 NO_TIMEOUT = timedelta(0)
@@ -332,20 +333,18 @@ class _Pause:
         if waited < self._yield_seconds:
             os.sched_yield()
             return False
-        if now - self._looked > min(LOOK_SECONDS, max(waited, NAP_SECONDS[0]) / 2):
+        if now - self._looked > min(LOOK_SECONDS, max(waited, NAP_SECONDS) / 2):
             self._looked = now
             with self._engine.lock:
                 for lane in tuple(self._engine.active):
                     lane.look(now)
             self._engine.settle()
-        self._sleep(NAP_SECONDS[waited > 20 * NAP_SECONDS[1]])
+        self._sleep()
         return True
 
-    def _sleep(self, seconds: float) -> None:
+    def _sleep(self) -> None:
         waits, polled = self._engine.lacked()
-        if polled:
-            seconds /= 10
         if waits:
-            sleep(waits, seconds)
+            sleep(waits, POLL_SECONDS if polled else NAP_SECONDS)
         elif polled:
-            time.sleep(seconds)
+            time.sleep(POLL_SECONDS)

@@ -21,6 +21,7 @@ copy = ctypes.memmove
 """(to, from, bytes): a tenth of the overhead of a tensor's copy_, and no view of either side is needed."""
 
 AT_ONCE_BYTES = 1 << 17  # up to here every rank reduces everything itself: one meeting instead of two
+SHORT_BYTES = 1 << 16
 MOST_VIEWS = 64
 PRIMITIVES = (
     "all_reduce",
@@ -41,6 +42,7 @@ class Exchange:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._rank, self.size = segment.rank, segment.size
+        self._ranks = range(self.size)
         self._others = [rank for rank in range(self.size) if rank != self._rank]
         self.share_bytes = (
             segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
@@ -67,8 +69,12 @@ class Exchange:
 
     def all_reduce(self, span: Span, kind: Kind) -> Steps:
         note = _note("all_reduce", span.nbytes, kind)
+        if span.nbytes <= self._at_once_bytes:
+            if span.nbytes:
+                yield from self._all_reduce_at_once(span, kind, note)
+            return
         item = span.tensor.itemsize
-        if self.size == 2 or span.nbytes <= self._at_once_bytes:
+        if self.size == 2:
             for start, stop in rounds(span.numel, self._at_once_bytes // item):
                 yield from self._all_reduce_at_once(span.part(start, stop - start), kind, note)
             return
@@ -115,16 +121,18 @@ class Exchange:
 
     def reduce_scatter(self, out: Span, inputs: Sequence[Span], kind: Kind) -> Steps:
         """`inputs` holds this rank's part for each rank, as long as that rank's `out`; its own may be `out`."""
-        longest = max(part.numel for part in inputs)
+        longest = max([part.numel for part in inputs])
         item, dtype = out.tensor.itemsize, out.tensor.dtype
         note = _note("reduce_scatter", longest * item, kind)
-        own, flat, width = inputs[self._rank].vector(), out.vector(), self.share_bytes
-        # The third rank's own part is read after `out` is written: where they are one, its slot keeps it.
-        keeps = self._rank >= 2 and inputs[self._rank].address == out.address
+        mine, flat, width = inputs[self._rank], out.vector(), self.share_bytes
+        # The third rank's own part is read after `out` is written: where they are one, its slot keeps it. A short
+        # part is kept too: copying it takes less time than making a tensor of it.
+        keeps = mine.nbytes <= SHORT_BYTES or (self._rank >= 2 and mine.address == out.address)
+        own = flat if keeps else mine.vector()
         for start, stop in rounds(longest, width // item):
             yield from self._open()
             slot = self._slot(self._rank)
-            for rank in range(self.size) if keeps else self._others:
+            for rank in self._ranks if keeps else self._others:
                 source = inputs[rank]
                 size = within(start, stop, source.numel) * item
                 copy(slot + rank * width, source.address + start * item, size)
@@ -140,7 +148,7 @@ class Exchange:
 
     def all_gather(self, outputs: Sequence[Span], source: Span) -> Steps:
         """`outputs` has a place for each rank's `source`; these may differ in length."""
-        longest = max(out.nbytes for out in outputs)
+        longest = max([out.nbytes for out in outputs])
         note = _note("all_gather", longest)
         mine = outputs[self._rank]
         for start, stop in rounds(longest, self._segment.slot_bytes):

@@ -5,6 +5,7 @@ are in the ring, however late the receiver comes; what does not fit follows as r
 keep their order; one that is not wanted yet is taken out of the way when one behind it is.
 """
 
+import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from fivefold.collectives.shared_memory.engine import Engine, Lack, Lane, Operat
 from fivefold.collectives.shared_memory.exchange import copy
 from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment
 
+_HEADER = struct.Struct("qq")  # tag, bytes
 PIECE_BYTES = 1 << 18  # told to the other side as it goes, so that both copy at the same time
 
 
@@ -35,10 +37,9 @@ class _Ring:
         size = min(left, PIECE_BYTES, self.segment.ring_bytes // 4, self.segment.ring_bytes - start)
         return self.segment.address + self.offset + start, size
 
-    def header(self) -> Tensor:
-        """The two numbers at the current place."""
-        start = self.passed % self.segment.ring_bytes
-        return self.segment.view(self.offset + start, 2, torch.int64)
+    def here(self) -> int:
+        """The current place, in bytes from the start of the segment."""
+        return self.offset + self.passed % self.segment.ring_bytes
 
 
 class Outbox:
@@ -52,9 +53,11 @@ class Outbox:
         if not ring.passed:
             segment.reserve(ring.offset, segment.ring_bytes)
         yield from self._wait_for(LINE_BYTES)
-        ring.header().copy_(torch.tensor([tag, tensor.nbytes]))
-        ring.passed += LINE_BYTES
         address, left = tensor.data_ptr(), tensor.nbytes
+        segment.pack(_HEADER, ring.here(), tag, left)
+        ring.passed += LINE_BYTES
+        if not left:
+            segment.set(ring.written, ring.passed)
         while left:
             place, size = ring.room(left)
             yield from self._wait_for(_padded(size))
@@ -62,7 +65,6 @@ class Outbox:
             address, left = address + size, left - size
             ring.passed += _padded(size)
             segment.set(ring.written, ring.passed)
-        segment.set(ring.written, ring.passed)
 
     def _wait_for(self, size: int) -> Steps:
         ring, segment = self._ring, self._ring.segment
@@ -153,7 +155,7 @@ class Inbox(Lane):
         ring = self._ring
         while True:
             yield from self._wait_for(LINE_BYTES)
-            tag, size = ring.header().tolist()
+            tag, size = ring.segment.unpack(_HEADER, ring.here())
             ring.passed += LINE_BYTES
             self._midway, self._current = True, self._claim(tag)
             wanted = self._current
@@ -189,6 +191,8 @@ class Inbox(Lane):
 
     def _take(self, address: int, left: int) -> Steps:
         ring, segment = self._ring, self._ring.segment
+        if not left:
+            segment.set(ring.taken, ring.passed)
         while left:
             place, size = ring.room(left)
             yield from self._wait_for(_padded(size))
@@ -196,7 +200,6 @@ class Inbox(Lane):
             address, left = address + size, left - size
             ring.passed += _padded(size)
             segment.set(ring.taken, ring.passed)
-        segment.set(ring.taken, ring.passed)
 
     def _wait_for(self, size: int) -> Steps:
         ring = self._ring

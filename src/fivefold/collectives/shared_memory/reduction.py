@@ -65,7 +65,10 @@ def reduce_into(out: Tensor, parts: list[Tensor], kind: Kind) -> None:
     elif len(parts) == 2 or out.dtype not in _HALF:
         combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
-            combine(out, part, out=out)
+            if combine is torch.add:
+                out.add_(part)
+            else:
+                combine(out, part, out=out)
     else:
         total = parts[0].float()
         for part in parts[1:]:

@@ -11,11 +11,12 @@ import ctypes
 import errno
 import mmap
 import os
+import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from fivefold.collectives.shared_memory.peers import Peer
 
 LINE_BYTES = 64  # of a processor's cache: words of different writers keep apart
 PAGE_BYTES = mmap.PAGESIZE
+ALONE_SECONDS = 0.001
 _LINE = LINE_BYTES // 8
 _RANK_LINES = 4
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # x86-64
@@ -93,6 +95,7 @@ class Segment:
         memory = mmap.mmap(fd, self._rings + size * size * ring_bytes)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.address = self._bytes.data_ptr()
+        self._memory = memory
         self.words = memoryview(memory)[: self._slots].cast("Q")
         sleepers = slice(self._asleep, self._asleep + size)
         self._sleepers = memoryview(memory)[sleepers]
@@ -167,6 +170,14 @@ class Segment:
             self._views[key] = view
         return view
 
+    def pack(self, form: struct.Struct, offset: int, *numbers: int) -> None:
+        """Puts numbers there."""
+        form.pack_into(self._memory, offset, *numbers)
+
+    def unpack(self, form: struct.Struct, offset: int) -> tuple[Any, ...]:
+        """The numbers there."""
+        return form.unpack_from(self._memory, offset)
+
     def reserve(self, offset: int, size: int) -> None:
         """Makes sure that this part of the file has memory behind it: else touching it would be a bus error.
 
@@ -191,16 +202,10 @@ class Segment:
         if asleep:
             _futex(_FUTEX, self.address + 8 * word, _FUTEX_WAKE, _ALL, None)
 
-    @contextmanager
-    def asleep(self) -> Iterator[None]:
-        """Tells the others that a thread of this rank sleeps: they wake it when they write what it waits for."""
+    def asleep(self, threads: int) -> None:
+        """Tells the others that one more (or, -1, one less) thread of this rank sleeps, and is to be woken."""
         with self._fence:
-            self._sleepers[self.rank] += 1
-        try:
-            yield
-        finally:
-            with self._fence:
-                self._sleepers[self.rank] -= 1
+            self._sleepers[self.rank] += threads
 
     def examine(self, rank: int, word: int, target: int) -> str:
         """Why that rank will not bring the word to `target`, if it will not: a clause that begins with the rank."""
@@ -229,19 +234,25 @@ class Segment:
 def sleep(waits: Sequence[tuple[Segment, int, int]], seconds: float) -> None:
     """Sleeps until one of the words (segment, word, target) reaches its target, or changes, or for so long at most.
 
-    Before Linux 5.16 a process sleeps for one word only, so `seconds` is to be small.
+    Before Linux 5.16 a process can sleep for one word only: then no longer than ALONE_SECONDS.
     """
     waits = waits[:_MOST_WAITERS]
-    with ExitStack() as stack:
-        for segment in {id(segment): segment for segment, _, _ in waits}.values():
-            stack.enter_context(segment.asleep())
+    segments = {id(segment): segment for segment, _, _ in waits}.values()
+    for segment in segments:
+        segment.asleep(1)
+    try:
         values = [segment.words[word] for segment, word, _ in waits]
-        if any(value >= target for value, (_, _, target) in zip(values, waits, strict=True)):
-            return
+        for value, (_, _, target) in zip(values, waits, strict=True):
+            if value >= target:
+                return
         addresses = [segment.address + 8 * word for segment, word, _ in waits]
         if len(waits) == 1 or not _sleep_for_any(values, addresses, seconds):
+            seconds = seconds if len(waits) == 1 else min(seconds, ALONE_SECONDS)
             wait = _Timespec(int(seconds), int(seconds % 1 * 1e9))
             _futex(_FUTEX, addresses[0], _FUTEX_WAIT, values[0] & 0xFFFFFFFF, ctypes.byref(wait))
+    finally:
+        for segment in segments:
+            segment.asleep(-1)
 
 
 def _sleep_for_any(values: list[int], addresses: list[int], seconds: float) -> bool:

@@ -11,10 +11,8 @@ class Span:
 
     __slots__ = ("address", "nbytes", "numel", "start", "tensor")
 
-    def __init__(self, tensor: Tensor, start: int, numel: int) -> None:
-        item = tensor.itemsize
-        self.tensor, self.start, self.numel = tensor, start, numel
-        self.address, self.nbytes = tensor.data_ptr() + start * item, numel * item
+    def __init__(self, tensor: Tensor, start: int, numel: int, address: int, nbytes: int) -> None:
+        self.tensor, self.start, self.numel, self.address, self.nbytes = tensor, start, numel, address, nbytes
 
     def vector(self) -> Tensor:
         """The elements in a row, apart from autograd."""
@@ -26,12 +24,13 @@ class Span:
 
     def part(self, start: int, numel: int) -> "Span":
         """A stretch of this one."""
-        return Span(self.tensor, self.start + start, numel)
+        item = self.tensor.itemsize
+        return Span(self.tensor, self.start + start, numel, self.address + start * item, numel * item)
 
 
 def whole(tensor: Tensor) -> Span:
     """All of a contiguous tensor."""
-    return Span(tensor, 0, tensor.numel())
+    return Span(tensor, 0, tensor.numel(), tensor.data_ptr(), tensor.nbytes)
 
 
 def even(tensor: Tensor, count: int) -> list[Span]:
@@ -40,15 +39,17 @@ def even(tensor: Tensor, count: int) -> list[Span]:
     if numel % count:
         raise RuntimeError(f"{numel} elements do not divide among {count} ranks")
     numel //= count
-    return [Span(tensor, i * numel, numel) for i in range(count)]
+    address, nbytes = tensor.data_ptr(), numel * tensor.itemsize
+    return [Span(tensor, i * numel, numel, address + i * nbytes, nbytes) for i in range(count)]
 
 
 def uneven(tensor: Tensor, rows: Sequence[int]) -> list[Span]:
     """A contiguous tensor in parts of so many rows of its first dimension."""
     row = tensor[0].numel() if tensor.shape[0] else 0
+    address, row_bytes = tensor.data_ptr(), row * tensor.itemsize
     parts, start = [], 0
     for count in rows:
-        parts.append(Span(tensor, start * row, count * row))
+        parts.append(Span(tensor, start * row, count * row, address + start * row_bytes, count * row_bytes))
         start += count
     if start != tensor.shape[0]:
         raise RuntimeError(f"the parts have {start} rows together, the tensor {tensor.shape[0]}")
@@ -64,7 +65,10 @@ def shares(span: Span, count: int) -> list[Span]:
 
 def apart(source: Tensor, place: Tensor) -> Tensor:
     """The source, copied if it shares memory with the tensor that is written to."""
-    first, start = source.data_ptr(), place.data_ptr()
-    if start >= first + source.nbytes or first >= start + place.nbytes:
-        return source
-    return torch.clone(source.data)
+    return torch.clone(source.data) if overlap(source, place) else source
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    first, start = one.data_ptr(), other.data_ptr()
+    return start < first + one.nbytes and first < start + other.nbytes

@@ -19,7 +19,7 @@ from fivefold.collectives.shared_memory.mailbox import Inbox, Outbox, receive
 from fivefold.collectives.shared_memory.peers import Directory, Peer, this_host
 from fivefold.collectives.shared_memory.reduction import kind_of
 from fivefold.collectives.shared_memory.segment import Segment
-from fivefold.collectives.shared_memory.span import Span, apart, even, uneven, whole
+from fivefold.collectives.shared_memory.span import Span, apart, even, overlap, uneven, whole
 
 SLOT_BYTES = 1 << 20
 RING_BYTES = 1 << 22
@@ -169,24 +169,31 @@ class SharedGroup:
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
         landing = _Landing()
         place = landing.out(outputs[0])
-        sources = [whole(dense(tensor)) for tensor in inputs[0]]
+        sources = self._kept([whole(dense(tensor)) for tensor in inputs[0]], place)
         return self._reduce_scatter(place, sources, outputs, opts, landing)
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
         landing = _Landing()
-        sources = even(dense(source), self._collectives.size)
-        return self._reduce_scatter(landing.out(output), sources, [output], opts, landing)
+        place, source = landing.out(output), dense(source)
+        sources = even(source, self._collectives.size)
+        if overlap(source, place):
+            sources = self._kept(sources, place)
+        return self._reduce_scatter(place, sources, [output], opts, landing)
 
     def _reduce_scatter(
         self, place: Tensor, sources: list[Span], outputs: list[Tensor], opts: Any, landing: "_Landing"
     ) -> Operation:
+        steps = self._collectives.reduce_scatter(whole(place), sources, kind_of(opts))
+        return self._start(steps, outputs, opts, landing)
+
+    def _kept(self, sources: list[Span], place: Tensor) -> list[Span]:
+        """The sources; copies of those that `place` would be written over before they are sent."""
         start, stop = place.data_ptr(), place.data_ptr() + place.nbytes
         for rank, source in enumerate(sources):
             overlaps = source.address < stop and start < source.address + source.nbytes
             if overlaps and (source.address != start or rank != self._rank):
-                sources[rank] = whole(source.vector().clone())  # else written to before it is sent
-        steps = self._collectives.reduce_scatter(whole(place), sources, kind_of(opts))
-        return self._start(steps, outputs, opts, landing)
+                sources[rank] = whole(source.vector().clone())
+        return sources
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
         landing = _Landing()
