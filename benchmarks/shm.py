@@ -38,7 +38,7 @@ SIZES = (1 << 16, 1 << 20, 1 << 24)
 ROUNDS = 15
 LAYOUTS = (TP, *PP, *CP, ZERO[3])
 TRANSPORTS = ("gloo", "shm")
-MACHINE = {"matmul": "highest", "malloc": "keep", "peak_flops": 1e11}  # the same for both: nothing is measured
+MACHINE = {"matmul": "highest", "malloc": "keep", "peak_flops": 1e11}  # for both: nothing is measured
 
 
 def main() -> None:
@@ -68,12 +68,10 @@ def training(sizes: list[str], rounds: int) -> None:
         for system in LAYOUTS:
             found: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
             with ExitStack() as stack:
-                running = {
-                    name: stack.enter_context(
-                        Running(replace(system, options=system.options | {"backend": name}), MODELS[size], MACHINE)
-                    )
-                    for name in TRANSPORTS
-                }
+                running = {}
+                for name in TRANSPORTS:
+                    over = replace(system, options=system.options | {"backend": name})
+                    running[name] = stack.enter_context(Running(over, MODELS[size], MACHINE))
                 count = 2 if size != "tiny" else 10
                 for _ in range(rounds):
                     for name, ranks in running.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
+from fivefold.collectives.shared_memory.segment import sleep
 from fivefold.collectives.shared_memory.transport import SharedMemory
 from ranks import Ranks
 
@@ -352,3 +355,25 @@ def check_wrong(rank: int, n: int, kind: str) -> str:
 )
 def test_calls_that_do_not_match_are_told(ranks: Ranks, kind: str, rank: int, text: str) -> None:
     assert text in ranks.run(check_wrong, kind, world_size=2)[rank]
+
+
+def check_sleep(rank: int, n: int) -> list[int]:
+    """Rank 0 sleeps for a word in each of two groups; rank 1 writes that of the second once it does."""
+    join()
+    groups = [dist.group.WORLD, dist.new_group()]
+    segments = [group._transport._segment for group in groups]
+    words = [segment.written(1, 0) for segment in segments]
+    if rank == 0:
+        sleep([(segment, word, 64) for segment, word in zip(segments, words, strict=True)], 1000.0)
+    else:
+        while not any(segments[1]._sleepers):
+            time.sleep(0.001)
+        segments[1].set(words[1], 64)
+    return [segment.words[word] for segment, word in zip(segments, words, strict=True)]
+
+
+@pytest.mark.skipif(
+    tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 16), reason="sleeps for one word only"
+)
+def test_a_sleeper_is_woken_by_any_of_its_words(ranks: Ranks) -> None:
+    assert ranks.run(check_sleep, world_size=2)[0] == [0, 64]

@@ -134,14 +134,10 @@ class RecordingGroup(dist.ProcessGroup):
     # Point to point: these ranks are ranks within the group.
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803  # torch's keyword
-        return self._run(
-            "send", _bytes(tensors), self._transport.send, (tensors, dstRank, tag), peer=dstRank
-        )
+        return self._run("send", _bytes(tensors), self._transport.send, (tensors, dstRank, tag), peer=dstRank)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803
-        return self._run(
-            "recv", _bytes(tensors), self._transport.recv, (tensors, srcRank, tag), peer=srcRank
-        )
+        return self._run("recv", _bytes(tensors), self._transport.recv, (tensors, srcRank, tag), peer=srcRank)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Work:
         return self._run("recv", _bytes(tensors), self._transport.recv_anysource, (tensors, tag))

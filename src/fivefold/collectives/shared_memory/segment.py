@@ -257,12 +257,9 @@ def sleep(waits: Sequence[tuple[Segment, int, int]], seconds: float) -> None:
 
 def _sleep_for_any(values: list[int], addresses: list[int], seconds: float) -> bool:
     """Sleeps until one of the words has another value; False where the system cannot."""
-    waiters = (_Waiter * len(values))(
-        *(
-            (value & 0xFFFFFFFF, address, _FUTEX_32_BITS, 0)
-            for value, address in zip(values, addresses, strict=True)
-        )
-    )
+    waiters = (_Waiter * len(values))()
+    for waiter, value, address in zip(waiters, values, addresses, strict=True):
+        waiter.value, waiter.address, waiter.flags = value & 0xFFFFFFFF, address, _FUTEX_32_BITS
     end = time.clock_gettime(time.CLOCK_MONOTONIC) + seconds
     until = _Timespec(int(end), int(end % 1 * 1e9))
     done = _futex_waitv(
