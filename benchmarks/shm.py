@@ -5,7 +5,9 @@ python benchmarks/shm.py --steps [--sizes S1 tiny]       # steps of training, ov
 
 OpenMPI takes part if mpirun and mpi4py are there. Times are of a call, of its slowest rank: the median,
 and the best, which other processes on the machine disturb least. Bus bandwidth is bytes over time, times
-2(n-1)/n for all_reduce and (n-1)/n for the others.
+2(n-1)/n for all_reduce and (n-1)/n for the others. What is sent is written anew before each call, as in training:
+else who reads it where it lies (OpenMPI) finds it in its own cache after the first call. "copies" is what shm does
+in memory, without what surrounds it: torch's call, the record, the engine.
 
 Steps are of two ranks, float32, one thread each, of the sizes in side_by_side/sizes.py. Both transports' ranks are
 started once and take turns; a ratio is of the medians of all turns.
@@ -104,7 +106,15 @@ def measure(rank: int | None, ranks: int, port: int, rounds: int) -> None:
 
     from fivefold.collectives.group import register
     from fivefold.collectives.record import Recorder
-    from fivefold.collectives.shared_memory.transport import SharedMemory
+    from fivefold.collectives.shared_memory.exchange import Exchange
+    from fivefold.collectives.shared_memory.peers import Directory, this_host
+    from fivefold.collectives.shared_memory.segment import Segment
+    from fivefold.collectives.shared_memory.transport import (
+        RING_BYTES,
+        SHARED_MEMORY,
+        SLOT_BYTES,
+        SharedMemory,
+    )
 
     torch.set_num_threads(1)
     calls: dict[str, Callable[[str, Any, Any], None]] = {}
@@ -124,6 +134,11 @@ def measure(rank: int | None, ranks: int, port: int, rounds: int) -> None:
     gloo = dist.new_group(backend="gloo")
     calls["gloo"] = lambda primitive, out, source: over_torch(dist, gloo, primitive, out, source)
     calls["shm"] = lambda primitive, out, source: over_torch(dist, dist.group.WORLD, primitive, out, source)
+    own = dist.PrefixStore("copies", store)
+    peers = Directory(this_host(SHARED_MEMORY)).meet(own, rank, list(range(ranks)))
+    segment = Segment.shared(own, peers, rank, SHARED_MEMORY, SLOT_BYTES, RING_BYTES)
+    exchange = Exchange(segment)
+    calls["copies"] = lambda primitive, out, source: only_copies(segment, exchange, primitive, out, source)
     if rank == 0:
         print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
         print(
@@ -156,10 +171,10 @@ def times(
     found: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            whole.fill_(1.0)  # sums shall not overflow
             call(primitive, *pair)
             dist.barrier()
             for _ in range(repeats):
+                pair[1].fill_(1.0)
                 before = time.perf_counter()
                 call(primitive, *pair)
                 found[name].append(time.perf_counter() - before)
@@ -177,6 +192,25 @@ def over_torch(dist: Any, group: Any, primitive: str, out: Any, source: Any) -> 
         dist.all_gather_single(out, source, group=group)
     else:
         dist.all_to_all_single(out, source, group=group)
+
+
+def only_copies(segment: Any, exchange: Any, primitive: str, out: Any, source: Any) -> None:
+    """The steps of the collective, one after another."""
+    from fivefold.collectives.shared_memory.reduction import Kind
+    from fivefold.collectives.shared_memory.span import even, whole
+
+    if primitive == "all_reduce":
+        steps = exchange.all_reduce(whole(out), Kind.SUM)
+    elif primitive == "reduce_scatter":
+        steps = exchange.reduce_scatter(whole(out), even(source, exchange.size), Kind.SUM)
+    elif primitive == "all_gather":
+        steps = exchange.all_gather(even(out, exchange.size), whole(source))
+    else:
+        steps = exchange.all_to_all(even(out, exchange.size), even(source, exchange.size), even=True)
+    wait = os.sched_yield if exchange.size > len(os.sched_getaffinity(0)) else int
+    for lack in steps:
+        while segment.words[lack.word] < lack.target:
+            wait()
 
 
 def over_mpi(mpi: Any, primitive: str, out: Any, source: Any) -> None:
@@ -202,7 +236,7 @@ def report(primitive: str, size: int, ranks: int, row: dict[str, list[float]]) -
     ratios = [
         f"{name} / shm = {median(seconds) / median(shm):.1f} (best {min(seconds) / min(shm):.1f})"
         for name, seconds in row.items()
-        if name != "shm"
+        if name not in ("shm", "copies")
     ]
     return f"{primitive:<15}{size:>10}" + " ".join(["", *cells, "  ", *ratios])
 
