@@ -67,7 +67,9 @@ class Ranks:
         context = _context()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, backend, dict(os.environ)), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, backend, dict(os.environ)), daemon=True
+            )
             process.start()
             theirs.close()  # so that the death of the child reads as end of file here
             self._pipes.append(ours)
