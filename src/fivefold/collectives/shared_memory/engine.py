@@ -36,7 +36,8 @@ Steps: TypeAlias = Generator[Lack | Work, None, None]
 SPINS = 1000  # looks at a word, about a tenth of a microsecond each, before the core is given to others
 YIELD_SECONDS = 0.0001  # where ranks outnumber cores: the core is first offered to the others for so long
 NAP_SECONDS = 0.01  # then it sleeps: until it is woken, but for so long at most
-POLL_SECONDS = 0.0001  # where something else than a word is waited for, too
+THREAD_NAP_SECONDS = 0.001  # the thread's: its caller may have started more meanwhile
+POLL_SECONDS = (0.0001, 0.001)  # where something else than a word is waited for: first, later
 LOOK_SECONDS = 0.25  # between two looks at whether the peer lives
 GRACE_SECONDS = 0.0005  # the thread leaves alone what its caller may be about to wait for
 NO_TIMEOUT = timedelta(0)
@@ -222,7 +223,7 @@ class Engine:
                     pause = None
                     continue
                 if pause is None:
-                    pause = _Pause(self, self._yield_seconds)
+                    pause = _Pause(self, self._yield_seconds, NAP_SECONDS)
                     if self._spins and self._spin():
                         continue
                 if pause.rest() and time.monotonic() > deadline:
@@ -303,12 +304,12 @@ class Engine:
             if self._closed:
                 return
             time.sleep(GRACE_SECONDS)
-            pause = _Pause(self, 0.0)  # the core is its caller's
+            pause = _Pause(self, 0.0, THREAD_NAP_SECONDS)  # the core is its caller's
             while self.active and not self._closed:
                 if self._drivers:  # somebody waits, and so does this thread's work
                     time.sleep(GRACE_SECONDS)
                 elif self.advance():
-                    pause = _Pause(self, 0.0)
+                    pause = _Pause(self, 0.0, THREAD_NAP_SECONDS)
                 else:
                     pause.rest()
             self._awake = False
@@ -319,11 +320,11 @@ class Engine:
 class _Pause:
     """What to do while nothing moves: offer the core, sleep; and see whether the peers live."""
 
-    __slots__ = ("_engine", "_looked", "_since", "_yield_seconds")
+    __slots__ = ("_engine", "_looked", "_nap_seconds", "_since", "_yield_seconds")
 
-    def __init__(self, engine: Engine, yield_seconds: float) -> None:
+    def __init__(self, engine: Engine, yield_seconds: float, nap_seconds: float) -> None:
         self._engine = engine
-        self._yield_seconds = yield_seconds
+        self._yield_seconds, self._nap_seconds = yield_seconds, nap_seconds
         self._since = self._looked = time.monotonic()
 
     def rest(self) -> bool:
@@ -339,12 +340,12 @@ class _Pause:
                 for lane in tuple(self._engine.active):
                     lane.look(now)
             self._engine.settle()
-        self._sleep()
+        self._sleep(POLL_SECONDS[waited > LOOK_SECONDS])
         return True
 
-    def _sleep(self) -> None:
+    def _sleep(self, poll_seconds: float) -> None:
         waits, polled = self._engine.lacked()
         if waits:
-            sleep(waits, POLL_SECONDS if polled else NAP_SECONDS)
+            sleep(waits, poll_seconds if polled else self._nap_seconds)
         elif polled:
-            time.sleep(POLL_SECONDS)
+            time.sleep(poll_seconds)
