@@ -46,9 +46,9 @@ def calibrate(
 ) -> list[Calibrated]:
     """Times every primitive of `backend` over the bench's ranks (`local` on each of `hosts` hosts). Collective.
 
-    Sizes are rounded up to whole float32 elements a rank. All sizes of a primitive are timed in several passes,
-    up and down and few turns at a time, so that a machine's drift does not look like a law; of all turns the lower quartile counts, which
-    what else the machine does in the meantime can hardly move.
+    Sizes are rounded up to whole float32 elements a rank. All sizes of a primitive are timed in many passes, up and
+    down, few turns at a time, so that a machine's drift does not look like a law; of all turns the lower quartile
+    counts, which what else the machine does in the meantime can hardly move.
     """
     return [
         _one(bench, primitive, backend, local, hosts, sizes, tell) for primitive in (*PRIMITIVES, MESSAGE)
