@@ -221,15 +221,8 @@ class Benchmark:
         return self.scratch / f"{rate}.toml"
 
     def bench(self, rate: str) -> list[dict[str, Any]]:
-        words = [
-            "comm",
-            "bench",
-            "--primitives",
-            "all_reduce",
-            "--sizes",
-            f"64K,1M,{self.largest}M",
-            "--json",
-        ]
+        sizes = ",".join(dict.fromkeys(("64K", "1M", f"{self.largest}M")))
+        words = ["comm", "bench", "--primitives", "all_reduce", "--sizes", sizes, "--json"]
         words += ["--cluster", str(self.cluster_file(rate))]
         out = self.everywhere([*words, "--algorithms", "shm,gloo,ring@gloo,hierarchical"])
         return [row | {"rate": rate} for row in json.loads(out)["rows"]]
