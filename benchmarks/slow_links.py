@@ -2,18 +2,20 @@
 
 As root, from the repository:
 
-    python benchmarks/slow_links.py --hosts 2 --rates 1gbit,100mbit --json slow_links.json
+    python benchmarks/slow_links.py --hosts 4 --rates 1gbit,100mbit --json slow_links.json
 
-Every host is a namespace with one interface, on a bridge in a namespace of its own; `tc tbf` limits both ends of each
-cable. Ranks meet by torchrun's rendezvous over these links (GLOO_SOCKET_IFNAME). For each rate, in this order:
+Every host is a network namespace with one interface, on a bridge in a namespace of its own, and has a /dev/shm of its
+own; `tc tbf` limits both ends of each cable. Ranks meet by torchrun's rendezvous over these links
+(GLOO_SOCKET_IFNAME). For each rate, the unlimited one first:
 
 1. `fivefold comm calibrate` across the hosts writes a cluster file;
-2. `fivefold comm bench` compares the backend's own all-reduce with the flat ring and the hierarchical one;
-3. `fivefold train` trains with each compression method: bytes through the first host's cable (the interface's own
-   count), step time measured and predicted, loss after the same tokens.
+2. `fivefold comm bench` times all-reduces alone: the backends' own, the flat ring, the hierarchical one;
+3. `fivefold train` sums gradients in each way: bytes through the first host's cable in a step (the interface's own
+   count; what starting and ending a run sends is taken off by a run of fewer steps), step time measured and
+   predicted, loss after the same tokens (of the unlimited link's run: the link changes no bit of it).
 
-Predicted is the step on an unthrottled link plus what the method's messages take longer by the two cluster files, none
-of it hidden behind compute: an upper bound where reductions overlap with backward.
+Predicted is the step on the unlimited link plus what `fivefold estimate` says it takes longer with the cluster file of
+the throttled one.
 """
 
 import argparse
@@ -25,22 +27,29 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from fivefold.config.load import load
-from fivefold.config.tree import Cluster
-from fivefold.ledger.compression import Compression, compression_of, messages
-from fivefold.ledger.hardware import Hardware, load_hardware
-from fivefold.ledger.network import collective_seconds, wires
-from fivefold.ledger.physics import Physics
+from fivefold.ledger.total import estimate
+from fivefold.planner.jobs import job_of
 from fivefold.render.tables import table
 from fivefold.render.units import bytes_text, seconds_text
-from fivefold.spec.parameters import parameters
 
-METHODS = ("none", "bf16", "int8", "topk", "threshold", "powersgd")
+WAYS: dict[str, tuple[str, ...]] = {
+    "shm": ("parallel.backend=shm",),
+    "gloo": ("parallel.backend=gloo",),
+    "ring": ("parallel.backend=gloo", "parallel.algorithm=ring"),
+    "hierarchical": ("parallel.backend=shm", "parallel.algorithm=hierarchical"),
+} | {
+    method: ("parallel.backend=shm", f"parallel.compression={method}")
+    for method in ("bf16", "fp16", "int8", "topk", "threshold", "powersgd")
+}
+"""How gradients are summed: by shared memory in a host and gloo between hosts, by gloo over all ranks, by a flat ring
+and a hierarchical program, or compressed."""
+STARTING_STEPS = 2
 UNLIMITED = "unlimited"
 SWITCH, PORT = "fivefold-switch", 29411
 CONFIG = """
@@ -79,17 +88,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 4))
-    parser.add_argument("--per-host", type=int, default=1, help="ranks a host")
-    parser.add_argument("--rates", default="1gbit,100mbit", help="as tc writes them")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--steps", type=int, default=60, help="of the run whose loss is told")
-    parser.add_argument("--timed-steps", type=int, default=10, help="of each run that is timed")
+    parser.add_argument("--per-host", type=int, default=2, help="ranks a host; default 2")
+    parser.add_argument("--rates", default="1gbit,100mbit", help="as tc writes them; default 1gbit,100mbit")
+    parser.add_argument("--ways", default=",".join(WAYS), help="default: all")
+    parser.add_argument("--steps", type=int, default=60, help="of the run whose loss is told; default 60")
+    parser.add_argument(
+        "--timed-steps", type=int, default=12, help="of each run on a throttled link; default 12"
+    )
+    parser.add_argument(
+        "--largest", type=int, default=4, help="MiB, of what is calibrated and timed; default 4"
+    )
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
+    if unknown := [way for way in arguments.ways.split(",") if way not in WAYS]:
+        parser.error(f"--ways {','.join(unknown)}: expected some of {', '.join(WAYS)}")
+    if min(arguments.steps, arguments.timed_steps) < STARTING_STEPS + 2:
+        parser.error(f"--steps, --timed-steps: expected at least {STARTING_STEPS + 2}")
     if os.geteuid():
         sys.exit("slow_links: network namespaces need root")
     with tempfile.TemporaryDirectory(prefix="fivefold-slow-links-") as scratch, cables(arguments.hosts):
-        found = Benchmark(arguments.hosts, arguments.per_host, Path(scratch)).run(arguments)
+        found = Benchmark(arguments.hosts, arguments.per_host, arguments.largest, Path(scratch)).run(
+            arguments
+        )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=1))
     show(found)
@@ -160,87 +180,84 @@ class Benchmark:
 
     hosts: int
     per_host: int
+    largest: int  # MiB
     scratch: Path
+    starting: dict[str, int] = field(default_factory=dict)  # bytes of a run of STARTING_STEPS, by way
 
     @property
     def ranks(self) -> int:
         return self.hosts * self.per_host
 
+    @property
+    def config(self) -> Path:
+        return self.scratch / "slow.toml"
+
     def run(self, arguments: argparse.Namespace) -> dict[str, Any]:
-        config = self.scratch / "slow.toml"
-        config.write_text(CONFIG.format(ranks=self.ranks, batch=4 * self.ranks))
-        rates = [UNLIMITED, *arguments.rates.split(",")]
+        self.config.write_text(CONFIG.format(ranks=self.ranks, batch=4 * self.ranks))
         links: list[dict[str, Any]] = []
         rows: list[dict[str, Any]] = []
-        files: dict[str, Hardware] = {}
-        fast: dict[str, float] = {}
-        for rate in rates:
+        on_fast: dict[str, dict[str, Any]] = {}
+        for rate in (UNLIMITED, *arguments.rates.split(",")):
+            tell(f"{rate}: calibrating")
             throttle(self.hosts, rate)
-            files[rate] = self.calibrate(rate)
+            self.calibrate(rate)
             links += self.bench(rate)
-            for method in arguments.methods.split(","):
-                steps = arguments.steps if rate == UNLIMITED else arguments.timed_steps
-                row = self.train(config, method, rate, steps)
-                how = compression_of(load(str(config), [f"parallel.compression={method}"]).parallel)
-                fast.setdefault(method, row["step_seconds"])
-                slower = self.wire_seconds(config, how, files[rate])
-                slower -= self.wire_seconds(config, how, files[UNLIMITED])
-                row["predicted_step_seconds"] = fast[method] + max(0.0, slower)
+            for way in arguments.ways.split(","):
+                row = self.row(way, rate, arguments.steps if rate == UNLIMITED else arguments.timed_steps)
+                fast = on_fast.setdefault(way, row)
+                slower = self.estimated(way, rate) - self.estimated(way, UNLIMITED)
+                row["predicted_step_seconds"] = fast["step_seconds"] + slower
+                row |= {key: fast[key] for key in ("loss", "tokens")}
                 rows.append(row)
-                print(
-                    f"{rate} {method}: {seconds_text(row['step_seconds'])} a step",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                tell(f"{rate} {way}: {seconds_text(row['step_seconds'])} a step")
         return {"hosts": self.hosts, "ranks": self.ranks, "links": links, "rows": rows}
 
-    def calibrate(self, rate: str) -> Hardware:
-        file = self.scratch / f"{rate}.toml"
-        sizes = "4K:4M" if rate.endswith("gbit") or rate == UNLIMITED else "4K:1M"
-        self.everywhere(["comm", "calibrate", "--sizes", sizes, "--output", str(file)])
-        found = load_hardware(Cluster(path=str(file)))
-        assert found is not None
-        return found
+    def calibrate(self, rate: str) -> None:
+        largest = f"{self.largest}M" if rate == UNLIMITED or rate.endswith("gbit") else "1M"
+        words = ["comm", "calibrate", "--sizes", f"4K:{largest}"]
+        self.everywhere([*words, "--output", str(self.cluster_file(rate))])
+
+    def cluster_file(self, rate: str) -> Path:
+        return self.scratch / f"{rate}.toml"
 
     def bench(self, rate: str) -> list[dict[str, Any]]:
-        words = ["comm", "bench", "--primitives", "all_reduce", "--sizes", "64K,1M,4M", "--json"]
-        out = self.everywhere([*words, "--algorithms", "gloo,ring,hierarchical"])
+        sizes = ",".join(dict.fromkeys(("64K", "1M", f"{self.largest}M")))
+        words = ["comm", "bench", "--primitives", "all_reduce", "--sizes", sizes, "--json"]
+        words += ["--cluster", str(self.cluster_file(rate))]
+        out = self.everywhere([*words, "--algorithms", "shm,gloo,ring@gloo,hierarchical"])
         return [row | {"rate": rate} for row in json.loads(out)["rows"]]
 
-    def train(self, config: Path, method: str, rate: str, steps: int) -> dict[str, Any]:
-        directory = self.scratch / f"{method}-{rate}"
-        sets = {"run.steps": steps, "run.dir": directory, "parallel.compression": method}
-        words = ["train", str(config)]
-        for key, value in sets.items():
-            words += ["--set", f"{key}={value}"]
-        before = sent_bytes(0)
-        self.everywhere(words)
-        sent = sent_bytes(0) - before
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        lines = [line for line in lines if "step_seconds" in line]
+    def row(self, way: str, rate: str, steps: int) -> dict[str, Any]:
+        """Trains; once also for fewer steps, whose bytes are taken off."""
+        sent, lines = self.train(way, rate, steps)
+        if way not in self.starting:
+            self.starting[way], _ = self.train(way, rate, STARTING_STEPS)
         return {
-            "method": method,
+            "way": way,
             "rate": rate,
             "steps": steps,
-            "wire_bytes_per_step": sent / steps,  # with what starting, saving and TCP itself add
-            "step_seconds": median(line["step_seconds"] for line in lines[2:]),
+            "wire_bytes_per_step": (sent - self.starting[way]) / (steps - STARTING_STEPS),  # with TCP's own
+            "step_seconds": median(line["step_seconds"] for line in lines[STARTING_STEPS:]),
             "loss": lines[-1]["loss"],
             "tokens": lines[-1]["tokens"],
         }
 
-    def wire_seconds(self, config: Path, how: Compression, hardware: Hardware) -> float:
-        """Seconds of one step's gradient messages by a cluster file; buckets as parallel/data.py has them."""
-        model = load(str(config)).model
-        buckets: dict[str, list[tuple[int, ...]]] = {}
-        for spec in parameters(model):
-            bucket = spec.name.split(".")[1] if spec.name.startswith("layers.") else ""
-            buckets.setdefault(bucket, []).append(spec.shape)
-        on = wires(hardware, Physics())
-        return sum(
-            collective_seconds(primitive, size, self.per_host, self.hosts, on)
-            for shapes in buckets.values()
-            for primitive, size in messages(how, shapes, 4, self.ranks)
-        )
+    def train(self, way: str, rate: str, steps: int) -> tuple[int, list[dict[str, Any]]]:
+        """Bytes through the first host's cable, and the run's steps."""
+        directory = self.scratch / f"{way}-{rate}-{steps}"
+        words = ["train", str(self.config)]
+        for each in (*WAYS[way], f"run.steps={steps}", f"run.dir={directory}"):
+            words += ["--set", each]
+        before = sent_bytes(0)
+        self.everywhere(words)
+        sent = sent_bytes(0) - before
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        return sent, [line for line in lines if "step_seconds" in line]
+
+    def estimated(self, way: str, rate: str) -> float:
+        """Seconds of a step as `fivefold estimate` has them with the cluster file of that rate."""
+        sets = [*WAYS[way], f"cluster.path={self.cluster_file(rate)}"]
+        return estimate(job_of(load(str(self.config), sets))).time.step
 
     def everywhere(self, words: Sequence[str]) -> str:
         """`fivefold WORDS` on every host by torchrun; what rank 0 prints, wherever it is."""
@@ -257,7 +274,8 @@ class Benchmark:
                 f"--rdzv-id=slow-links-{time.monotonic_ns() // 10**10}",
                 f"--local-addr={address(index)}",
             ]
-            command = ["ip", "netns", "exec", host(index), *torchrun, "-m", "fivefold", *words]
+            own_memory = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+            command = ["ip", "netns", "exec", host(index), *own_memory, *torchrun, "-m", "fivefold", *words]
             settings = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
             files = [(self.scratch / f"host-{index}.{kind}").open("w+") for kind in ("out", "log")]
             process = subprocess.Popen(command, stdout=files[0], stderr=files[1], env=settings)
@@ -273,6 +291,10 @@ class Benchmark:
         return said
 
 
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def show(found: dict[str, Any]) -> None:
     print(f"{found['hosts']} hosts, {found['ranks']} ranks\n")
     cells = [
@@ -281,23 +303,23 @@ def show(found: dict[str, Any]) -> None:
             row["algorithm"],
             bytes_text(row["bytes"]),
             seconds_text(row["seconds"]),
-            seconds_text(row["predicted_seconds"]),
+            seconds_text(row["predicted_seconds"]) if row["predicted_seconds"] else "",
         ]
         for row in found["links"]
     ]
     print(table(("link", "all-reduce", "size", "measured", "predicted"), cells, left=2) + "\n")
     cells = [
         [
-            row["method"],
+            row["way"],
             row["rate"],
             bytes_text(row["wire_bytes_per_step"]),
             seconds_text(row["step_seconds"]),
-            seconds_text(row["predicted_step_seconds"]),
+            "" if row["rate"] == UNLIMITED else seconds_text(row["predicted_step_seconds"]),
             f"{row['loss']:.3f} after {row['tokens']:,}",
         ]
         for row in found["rows"]
     ]
-    head = ("compression", "link", "sent a step", "step", "predicted", "loss after tokens")
+    head = ("gradients", "link", "sent a step", "step", "predicted", "loss after tokens")
     print(table(head, cells, left=2))
 
 

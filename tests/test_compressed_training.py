@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace as dataclass_replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace as structs_replace
 
+from fivefold.collectives.compression import Compressor
+from fivefold.collectives.compression.flat import Parts
 from fivefold.config.errors import ConfigError
 from fivefold.config.load import parse
 from fivefold.config.tree import Checkpoint, Config
 from fivefold.ledger.compression import compression_of, messages
+from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate, traffic_of
-from fivefold.planner.compression import compression_verdicts
+from fivefold.planner.compression import compression_verdicts, own_verdict
 from fivefold.planner.jobs import job_of
 from fivefold.proof.error import errors
 from fivefold.spec.legal import resolve_config
@@ -29,6 +32,8 @@ from fivefold.trainer.step import Stepper
 from ranks import Ranks
 from toy import CPU, FLAGS, global_batch, reference, start_group, stepper_on, toy_config, train_on_ranks
 
+Balance: TypeAlias = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""By parameter: Σ of the gradients that were applied, Σ of the true ones."""
 REPLICAS = {"dp_replicate": 2}
 HYBRID = {"dp_replicate": 2, "dp_shard": 2}
 
@@ -235,19 +240,101 @@ def bucket_shapes(config: Config) -> list[list[tuple[int, ...]]]:
     return list(found.values())
 
 
+def on_two_h100(*lines: str) -> Job:
+    """GPT-2 on two devices."""
+    text = "[model]\nlayers = 12\nhidden = 768\nheads = 12\nffn = 2048\nvocab = 50257\n"
+    text += '[cluster]\npreset = "1x2 h100"\n[batch]\nglobal_batch = 2\nsequence_length = 1024\n'
+    return job_of(parse("\n".join((text + "[parallel]\ndp_replicate = 2", *lines))))
+
+
+def on_100_mbit(job: Job) -> Job:
+    node = structs_replace(job.hardware.node, bandwidth=1.25e7)
+    return dataclass_replace(job, hardware=structs_replace(job.hardware, node=node))
+
+
 def test_plan_says_whether_compression_pays() -> None:
-    """GPT-2 on two devices: over NVLink no method pays, over 100 Mbit/s every one does."""
-    job = job_of(
-        parse(
-            "[model]\nlayers = 12\nhidden = 768\nheads = 12\nffn = 2048\nvocab = 50257\n"
-            '[cluster]\npreset = "1x2 h100"\n'
-            "[parallel]\ndp_replicate = 2\n[batch]\nglobal_batch = 2\nsequence_length = 1024\n"
-        )
-    )
+    """Over NVLink no method pays, over 100 Mbit/s every one does."""
+    job = on_two_h100()
     lines = compression_verdicts(job)
     assert len(lines) == 4
     assert all(line.endswith("does not pay") for line in lines)
-    node = structs_replace(job.hardware.node, bandwidth=1.25e7)
-    slow = compression_verdicts(dataclass_replace(job, hardware=structs_replace(job.hardware, node=node)))
-    assert all(line.endswith(", pays") for line in slow)
+    assert all(line.endswith(", pays") for line in compression_verdicts(on_100_mbit(job)))
     assert compression_verdicts(dataclass_replace(job, dp_replicate=1)) == []
+
+
+def test_estimate_says_whether_the_compression_asked_for_pays() -> None:
+    assert own_verdict(on_two_h100()) is None
+    for method in ("bf16", "int8", "topk", "powersgd"):
+        job = on_two_h100(f'compression = "{method}"')
+        assert (own_verdict(job) or "").endswith("does not pay")
+        assert (own_verdict(on_100_mbit(job)) or "").endswith(", pays")
+
+
+def balanced(
+    rank: int, n: int, config: Config, first: int, count: int, directory: str, sums: Balance
+) -> Balance:
+    """Some steps that go on from the newest checkpoint. After each, for every parameter, Σ applied + Σ over the ranks
+    of what they keep = Σ of the true gradients, of all steps since the first run's first."""
+    recorder = start_group()
+    resolved = resolve_config(config, n)
+    stepper = stepper_on(resolved, recorder)
+    checkpoints = Checkpointer(Path(directory), Checkpoint())
+    if (path := checkpoints.latest()) is not None:
+        regrouped = Regrouped(stepper.model, checkpoints.shapes(path))
+        checkpoints.load(path, tensors(stepper.model, stepper.optimizer) | regrouped.tensors)
+        regrouped.adopt()
+        stepper.optimizer.set_updates(first)
+        stepper.model.data.updated()
+    for bucket in stepper.model.data.buckets:
+        _watch(bucket.compressor, sums)
+    for step in range(first, first + count):
+        share = held_out_share(global_batch(config, step), resolved.batch, resolved.mesh.data_rank(rank), CPU)
+        assert stepper.step(share, 1e-3, FLAGS).skipped is None
+        for each in compression_state(stepper.model):
+            if each.is_own:
+                kept, name = each.value.clone(), each.key.rpartition("/")[2]
+                dist.all_reduce(kept)
+                applied, true = sums[name]
+                torch.testing.assert_close(applied + kept, true, rtol=1e-12, atol=1e-12 * float(true.norm()))
+    checkpoints.save(first + count, tensors(stepper.model, stepper.optimizer), {}, "", asynchronous=False)
+    checkpoints.close()
+    return sums
+
+
+def _watch(made: Compressor | None, sums: Balance) -> None:
+    """Adds what enters the compressor, on all ranks, and what it gives back to `sums`."""
+    assert made is not None
+    reduce = made.reduce
+
+    def watched(parts: Parts, group: dist.ProcessGroup) -> None:
+        true = [(name, tensor.clone()) for name, tensor in parts]
+        for _, tensor in true:
+            dist.all_reduce(tensor, group=group)
+        reduce(parts, group)
+        for (name, tensor), (_, total) in zip(parts, true, strict=True):
+            before = sums.get(name, (torch.zeros_like(total), torch.zeros_like(total)))
+            sums[name] = before[0] + tensor, before[1] + total
+
+    made.reduce = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "int8",
+        "topk",
+        pytest.param("threshold", marks=pytest.mark.full),
+        pytest.param("powersgd", marks=pytest.mark.full),
+    ],
+)
+def test_nothing_is_lost_at_any_step_of_training_through_checkpoints_on_other_ranks(
+    ranks: Ranks, method: str, tmp_path: Path
+) -> None:
+    sums: Balance = {}
+    for first, n in ((0, 3), (2, 2), (4, 4)):
+        config = toy_config(dp_replicate=n, compression=method, compression_density=0.1, compression_rank=2)
+        sums, *others = ranks.run(balanced, config, first, 2, str(tmp_path), sums, world_size=n)
+        for other in others:
+            assert all(torch.equal(sums[name][0], other[name][0]) for name in sums)
+    assert len(sums) > 10
+    assert all(bool(true.norm() > 0) for _, true in sums.values())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.collectives.execute import OPERATIONS, Execution, Operation, bounds
+from fivefold.collectives.execute import OPERATIONS, Execution, Operation
 from fivefold.ledger.programs.catalogue import PROGRAMS, TWO_LEVEL, Setting, program
+from fivefold.ledger.programs.steps import bounds
 from ranks import Ranks, run_ranks
 
 WORLD = 4
@@ -60,12 +61,17 @@ def settings(primitive: str, name: str, n: int) -> list[Setting]:
 
 
 def check_one(
-    primitive: str, execution: Execution, rank: int, n: int, length: int, dtype: torch.dtype, seed: int
+    primitive: str,
+    execution: Execution,
+    length: int,
+    dtype: torch.dtype,
+    seed: int,
+    chosen: Sequence[Operation] = OPERATIONS,
 ) -> None:
+    rank, n = execution.rank, execution.program.ranks
     inputs = [given(other, length, dtype, seed) for other in range(n)]
     mine, places = inputs[rank].clone(), bounds(length, n)
     part = slice(places[rank], places[rank + 1])
-    chosen = [OPERATIONS[(length + seed) % 4], OPERATIONS[(length + seed + 1) % 4]]
     if primitive == "all_reduce":
         for operation in chosen:
             tensor = mine.clone()
@@ -93,17 +99,21 @@ def check_one(
 
 
 def check_every_program(rank: int, n: int, seed: int) -> int:
-    """All programs × lengths (none, shorter than the world, not divisible, divisible) × types."""
+    """All programs × lengths (none, shorter than the world, not divisible, divisible), types and operations in turns;
+    then all types × operations at one length."""
     generator, checked = torch.Generator().manual_seed(seed), 0
-    lengths = [0, 1, n - 1, n, 7 * n, int(torch.randint(1, 400, (1,), generator=generator))]
+    drawn = [int(torch.randint(1, 400, (1,), generator=generator)) for _ in range(2)]
     for primitive, names in PROGRAMS.items():
         for name in names:
             for setting in settings(primitive, name, n):
                 execution = Execution(program(primitive, name, setting))
-                for index, length in enumerate(lengths):
-                    dtype = DTYPES[(index + seed + checked) % len(DTYPES)]
-                    check_one(primitive, execution, rank, n, length, dtype, seed)
+                for index, length in enumerate([0, 1, n - 1, n, 7 * n, drawn[0]]):
+                    dtype, turn = DTYPES[(index + seed + checked) % len(DTYPES)], length + seed
+                    chosen = [OPERATIONS[turn % 4], OPERATIONS[(turn + 1) % 4]]
+                    check_one(primitive, execution, length, dtype, seed, chosen)
                     checked += 1
+            for dtype in DTYPES:
+                check_one(primitive, execution, drawn[1], dtype, seed)
     return checked
 
 
@@ -118,20 +128,23 @@ def test_every_program_equals_the_reference_on_five() -> None:
     assert min(run_ranks(check_every_program, 5, 5)) >= 60
 
 
-def check_sub_groups(rank: int, n: int) -> None:
-    """Two groups of other ranks than 0…n−1, at work at the same time, one of them in reverse order."""
-    groups = [dist.new_group([3, 1]), dist.new_group([2, 0])]
-    for members, group in (([1, 3], groups[0]), ([0, 2], groups[1])):
-        if rank not in members:
-            continue
-        execution = Execution(program("all_reduce", "ring", Setting(len(members))), group)
-        tensor = torch.full((10,), float(rank))
-        execution.all_reduce(tensor)
-        assert tensor.tolist() == [float(sum(members))] * 10
+def check_sub_groups(rank: int, n: int, seed: int) -> None:
+    """Every program on two groups at work at the same time, of ranks that are not neighbours; then on three ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for lists in ([[3, 1], [2, 0]], [[0, 3, 2]]):
+        made = [(members, dist.new_group(members)) for members in lists]
+        length = int(torch.randint(0, 40, (1,), generator=generator))
+        for members, group in made:
+            if rank not in members:
+                continue
+            for primitive, names in PROGRAMS.items():
+                for index, name in enumerate(names):
+                    execution = Execution(program(primitive, name, Setting(len(members))), group)
+                    check_one(primitive, execution, length, DTYPES[(seed + index) % len(DTYPES)], seed)
 
 
 def test_sub_groups(ranks: Ranks) -> None:
-    ranks.run(check_sub_groups)
+    ranks.run(check_sub_groups, int(torch.randint(0, 10**6, (1,))))
 
 
 def check_same_bits(rank: int, n: int) -> list[list[float]]:

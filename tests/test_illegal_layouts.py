@@ -60,6 +60,19 @@ CASES = [
         ("dp_replicate=2 tp=2 compression=powersgd zero=0",),
     ),
     Illegal(
+        "dp_shard=2 zero=1 algorithm=double-tree",
+        ("double-tree with zero = 1", "no reduce-scatter", "ring or halving-doubling"),
+        ("dp_shard=2 zero=1 algorithm=halving-doubling", "dp_replicate=2 algorithm=double-tree"),
+    ),
+    Illegal(
+        "tp=2 algorithm=ring", ("there is one", "dp_replicate ≥ 2"), ("tp=2 dp_replicate=2 algorithm=ring",)
+    ),
+    Illegal(
+        "dp_replicate=2 algorithm=ring compression=int8",
+        ("collectives of their own", "compression = none"),
+        ("dp_replicate=2 algorithm=ring", "dp_replicate=2 compression=int8"),
+    ),
+    Illegal(
         "pp=2 dp_replicate=2 compression=int8", ("tied", "pp = 2"), ("pp=1 dp_replicate=2 compression=int8",)
     ),
 ]

@@ -28,6 +28,7 @@ from fivefold.observe.clock import StepClock
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.data import master_dtype
 from fivefold.parallel.mesh import Groups, groups
+from fivefold.planner.jobs import hardware_of
 from fivefold.proof.gather import wholes
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
@@ -110,7 +111,8 @@ def start_group(wrapped: bool = True) -> Recorder:
 
 def stepper_on(resolved: Resolved, recorder: Recorder) -> Stepper:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    on_axes = groups(resolved, rank)
+    config = replace(resolved.config, run=replace(resolved.config.run, ranks=resolved.mesh.world_size))
+    on_axes = groups(resolved, rank, hardware_of(config).fast_domain)  # hosts as the ledger has them
     model = parallelize(resolved, on_axes, rank, CPU)
     optimizer = LocalOptimizer(resolved.config.optimizer, model.parameters)
     clip, scale = resolved.config.optimizer.clip, LossScale.of(resolved.config.precision)

@@ -11,6 +11,7 @@ from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
 from fivefold.ledger.total import estimate
 from fivefold.planner import importing
+from fivefold.planner.compression import own_verdict
 from fivefold.planner.document import document, run_cost, title_of
 from fivefold.planner.explain import explain, lines
 from fivefold.planner.figures import gantt
@@ -59,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
     else:
         print(ledger_text(found))
+        if verdict := own_verdict(ledger.job):
+            print("\n" + verdict)
         if picture:
             print("\n" + gantt_text(picture))
         if arguments.tokens:

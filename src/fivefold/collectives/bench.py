@@ -20,6 +20,9 @@ from fivefold.ledger.programs.steps import Fabric, Link
 TURNS = 7
 TURN_SECONDS = 0.004  # of one algorithm in one turn
 MOST_CALLS = 200
+SLOW_SECONDS = 0.03
+SLOW_TURNS = 3
+"""A call of SLOW_SECONDS drowns what disturbs a machine for a moment: a few turns of such calls are enough."""
 _OWN: dict[Operation, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -87,7 +90,7 @@ class Bench:
         self._control = next(iter(groups.values()))
         self.rank, self.ranks = self._control.rank(), self._control.size()
 
-    def measure(self, cases: Sequence[Case]) -> list[Result]:
+    def measure(self, cases: Sequence[Case], turns: int = TURNS) -> list[Result]:
         """Times the cases in turns. They should be of one size: a turn lasts as long for each."""
         buffers = [self._buffers(case) for case in cases]
         calls = [self._call(case, *pair) for case, pair in zip(cases, buffers, strict=True)]
@@ -98,14 +101,14 @@ class Bench:
             wrong.append(
                 self._wrong(case, given if case.primitive in ("all_reduce", "broadcast") else output)
             )
-        turns = self._turns(calls)
+        taken = self._turns(calls, turns)
         totals = self._sum(wrong)
         return [
-            Result(case, tuple(turn[index] for turn in turns), totals[index])
+            Result(case, tuple(turn[index] for turn in taken), totals[index])
             for index, case in enumerate(cases)
         ]
 
-    def shift(self, size: int) -> tuple[float, ...]:
+    def shift(self, size: int, turns: int = TURNS) -> tuple[float, ...]:
         """Seconds of one round in which every rank sends to the next: what a program's round costs, by turns."""
         right, left = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         sent = torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -119,15 +122,18 @@ class Bench:
             for work in dist.batch_isend_irecv(ends):
                 work.wait()
 
-        return tuple(turn[0] for turn in self._turns([exchange]))
+        return tuple(turn[0] for turn in self._turns([exchange], turns))
 
-    def _turns(self, calls: Sequence[Callable[[], None]]) -> list[list[float]]:
+    def _turns(self, calls: Sequence[Callable[[], None]], most: int) -> list[list[float]]:
         """Seconds a call, of every call in every turn."""
-        first = self._agree([self._time(call, 3) for call in calls])
+        first = self._agree([self._time(call, 1) for call in calls])
+        is_slow = min(first) > SLOW_SECONDS
+        if not is_slow:
+            first = self._agree([self._time(call, 3) for call in calls])
         counts = [max(1, min(MOST_CALLS, int(TURN_SECONDS / seconds))) for seconds in first]
         return [
             self._agree([self._time(call, count) for call, count in zip(calls, counts, strict=True)])
-            for _ in range(TURNS)
+            for _ in range(min(most, SLOW_TURNS) if is_slow else most)
         ]
 
     def _time(self, call: Callable[[], None], count: int) -> float:

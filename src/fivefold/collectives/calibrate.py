@@ -13,7 +13,7 @@ from fivefold.ledger.programs.steps import Link
 
 PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 MESSAGE = "send"
-PASSES = 4
+PASSES, TURNS = 10, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ def calibrate(
 ) -> list[Calibrated]:
     """Times every primitive of `backend` over the bench's ranks (`local` on each of `hosts` hosts). Collective.
 
-    Sizes are rounded up to whole float32 elements a rank. All sizes of a primitive are timed in several passes,
-    up and down, so that a machine's drift does not look like a law; of all turns the lower quartile counts, which
-    what else the machine does in the meantime can hardly move.
+    Sizes are rounded up to whole float32 elements a rank. All sizes of a primitive are timed in many passes, up and
+    down, few turns at a time, so that a machine's drift does not look like a law; of all turns the lower quartile
+    counts, which what else the machine does in the meantime can hardly move.
     """
     return [
         _one(bench, primitive, backend, local, hosts, sizes, tell) for primitive in (*PRIMITIVES, MESSAGE)
@@ -70,10 +70,10 @@ def _one(
     true_size: dict[int, int] = {}
     for size in PASSES // 2 * (*every, *reversed(every)):
         if primitive == MESSAGE:
-            true_size[size], turns = size, bench.shift(size)
+            true_size[size], turns = size, bench.shift(size, TURNS)
         else:
             elements = -(-size // (4 * bench.ranks)) * bench.ranks
-            [result] = bench.measure([Case(primitive, backend, backend, elements, torch.float32)])
+            [result] = bench.measure([Case(primitive, backend, backend, elements, torch.float32)], TURNS)
             true_size[size], turns = result.case.size, result.turns
             if result.wrong:
                 raise RuntimeError(

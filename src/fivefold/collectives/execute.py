@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.ledger.programs.steps import Program
+from fivefold.ledger.programs.steps import Program, bounds
 
 Operation = Literal["sum", "mean", "max", "min"]
 OPERATIONS: tuple[Operation, ...] = ("sum", "mean", "max", "min")
@@ -23,11 +23,6 @@ _COMBINE: dict[Operation, Callable[[Tensor, Tensor], object]] = {
     "max": lambda own, other: torch.maximum(own, other, out=own),
     "min": lambda own, other: torch.minimum(own, other, out=own),
 }
-
-
-def bounds(length: int, parts: int) -> list[int]:
-    """Where `length` elements are cut into `parts`, as equal as possible: parts + 1 places."""
-    return [length * part // parts for part in range(parts + 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,13 @@ class Parallel(Section, frozen=True):
             "host, gloo between hosts) where Linux runs on x86-64, else gloo."
         ),
     ] = "default"
+    algorithm: Annotated[
+        Literal["backend", "ring", "halving-doubling", "recursive-doubling", "double-tree", "hierarchical"],
+        Meta(
+            description="What sums gradients over the data axes and, with zero > 0, gathers parameters: the backend's "
+            "own collectives, or a program run over its messages while compute waits."
+        ),
+    ] = "backend"
     compression: Annotated[
         Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"],
         Meta(

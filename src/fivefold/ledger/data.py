@@ -7,15 +7,17 @@ zero 3 gathers before every forward and every backward. Experts split over the r
 experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from fivefold.ledger.compression import bucket_messages, kept_bytes, touched_bytes
 from fivefold.ledger.job import Job
 from fivefold.ledger.network import Primitive
 from fivefold.ledger.roofline import stream_seconds
-from fivefold.ledger.shards import Share
+from fivefold.ledger.shards import Share, StageContent, parts
+from fivefold.ledger.synchronisation import program_row
 from fivefold.ledger.traffic import Row, row
+from fivefold.spec.synchronisation import Collective
 
 
 class States(NamedTuple):
@@ -68,97 +70,144 @@ def _split(job: Job, share: Share, itemsize: int, split: bool) -> float:
 
 
 class Groups(NamedTuple):
-    """What a rank communicates as one piece each: its layers, and the rest (embedding, norm, head) together."""
+    """What a rank communicates as one piece each, dense parameters and experts apart, as (elements, how many such):
+    its layers, and the rest (embedding, norm, head) together. Elements are those of all shards."""
 
-    whole: Share  # of all groups
-    layers: Share
-    pieces: int  # groups
-    layer_pieces: int
-    expert_pieces: int  # layers with experts, which are groups of their own
+    dense_layers: tuple[tuple[int, int], ...]
+    rest: int
+    expert_layers: tuple[tuple[int, int], ...]
 
 
-def rows(job: Job, groups: Groups) -> list[Row]:
+def groups(job: Job, contents: Sequence[StageContent], share: Share) -> Groups:
+    """Of a rank with these stages and `share` parameters."""
+    pad = job.dp_shard * job.cp if job.zero else 1
+    part = parts(job.model, job.tp, job.ep, job.expert_width_split, pad)
+    plain = sum(content.dense_layers for content in contents)
+    experts = sum(content.expert_layers for content in contents)
+    dense = ((part.dense_layer.dense, plain), (part.expert_layer.dense, experts))
+    rest = share.dense - _elements(dense)
+    return Groups(_present(dense), rest, _present(((part.expert_layer.expert, experts),)))
+
+
+def _present(buckets: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(item for item in buckets if item[0] and item[1])
+
+
+def _elements(buckets: Sequence[tuple[int, int]]) -> int:
+    return sum(size * count for size, count in buckets)
+
+
+def rows(job: Job, groups: Groups, place: int = 0) -> list[Row]:
     """One step's gradient and parameter traffic of a rank; exact for what parallel/data.py does (a test).
 
     zero 3 keeps the last group's parameters between forward and backward, so backward gathers layers only. The
     sum over the replicas of a shard waits for the last micro-batch.
+
+    Args:
+        place: the rank among those of the data and context axes. With a program, ranks send different amounts.
     """
     found: list[Row] = []
     dense, expert = shard_degrees(job)
-    if groups.whole.dense:
-        found += _part_rows(job, groups.whole.dense, groups.layers.dense, groups, dense, False)
-    if groups.whole.expert:
-        found += _part_rows(job, groups.whole.expert, groups.layers.expert, groups, expert, True)
+    if groups.dense_layers or groups.rest:
+        found += _part_rows(job, "parameters", groups.dense_layers, groups.rest, dense, job.tp, place)
+    if groups.expert_layers:
+        stride = job.ep * job.expert_width_split
+        found += _part_rows(
+            job, "expert parameters", groups.expert_layers, 0, expert, stride, place // job.ep
+        )
     return found
 
 
-def _part_rows(job: Job, whole: int, layers: int, groups: Groups, shards: int, expert: bool) -> list[Row]:
-    stack, count = job.stack, groups.expert_pieces if expert else groups.pieces
-    what = ("expert parameters" if expert else "parameters") + " of the rank · bytes on the wire"
-    stride = job.ep * job.expert_width_split if expert else job.tp
-
-    def make(
-        axis: str, primitive: Primitive, phase: str, times: int, size: float, ranks: int, step: int
-    ) -> Row:
-        group = job.spread(ranks, step)
-        each = size / times if times else 0.0
-        return row(job, axis, primitive, phase, count=times, size=each, group=group, formula=what)
-
-    found: list[Row] = []
-    held = 1 if job.zero == 0 else shards
-    layer_pieces = groups.expert_pieces if expert else groups.layer_pieces
-    buckets = _buckets(whole // held, layers // held, count, layer_pieces)
+def _part_rows(
+    job: Job,
+    what: str,
+    layers: tuple[tuple[int, int], ...],
+    rest: int,
+    shards: int,
+    stride: int,
+    place: int,
+) -> list[Row]:
+    """`place`: among the ranks that hold the same parameters before they are sharded."""
+    stack = job.stack
+    whole = layers + (((rest, 1),) if rest else ())
     if job.zero == 0:
-        ranks = shards * job.dp_replicate
-        if ranks > 1:
-            axis = "dp_replicate" if job.cp == 1 else "dp_shard_cp"
-            found += _replica_rows(job, make, axis, buckets, ranks, stride)
-        return found
+        axis = "dp_replicate" if job.cp == 1 else "dp_shard_cp"
+        over = _Over(job, what, axis, shards * job.dp_replicate, stride, place)
+        return _replica_rows(over, whole)
     axis = "dp_shard" if job.cp == 1 else "dp_shard_cp"
+    over = _Over(job, what, axis, shards, stride, place % shards)
     m = job.microbatches
     each = m if job.zero >= 2 and job.pp == 1 else 1  # reductions a step
+    found: list[Row] = []
     if shards > 1:
-        reduced = each * whole * stack.reduce
         if job.zero == 3 and job.pp == 1:
-            gathered = (m * whole * stack.gather, m * layers * stack.gather)
-            found.append(make(axis, "all_gather", "forward", m * count, gathered[0], shards, stride))
-            again = m * (groups.expert_pieces if expert else groups.layer_pieces)
-            found.append(make(axis, "all_gather", "backward", again, gathered[1], shards, stride))
+            found.append(over.row("all_gather", "forward", whole, m, stack.gather))
+            found.append(over.row("all_gather", "backward", layers, m, stack.gather))
         else:
             phase = "forward" if job.zero == 3 else "optimizer"
-            found.append(make(axis, "all_gather", phase, count, whole * stack.gather, shards, stride))
-        found.append(make(axis, "reduce_scatter", "gradient", each * count, reduced, shards, stride))
-    if job.dp_replicate > 1:
-        outer = job.tp * job.cp * job.dp_shard
-        found += _replica_rows(job, make, "dp_replicate", buckets, job.dp_replicate, outer)
-    return found
+            found.append(over.row("all_gather", phase, whole, 1, stack.gather))
+        found.append(over.row("reduce_scatter", "gradient", whole, each, stack.reduce))
+    outer = job.tp * job.cp * job.dp_shard
+    replicas = _Over(job, what, "dp_replicate", job.dp_replicate, outer, place // shards)
+    return found + _replica_rows(replicas, tuple((size // shards, count) for size, count in whole))
 
 
-def _buckets(whole: int, layers: int, pieces: int, layer_pieces: int) -> list[int]:
-    """Elements of each bucket: those of the layers are equal, what remains is in one more."""
-    if pieces == layer_pieces:
-        layers = whole
-    rest = [whole - layers] if pieces > layer_pieces else []
-    return [(layers + i) // layer_pieces for i in range(layer_pieces)] + rest
+class _Over(NamedTuple):
+    """The ranks of one group, `stride` apart, of which the rank counted is number `place`."""
+
+    job: Job
+    what: str
+    axis: str
+    ranks: int
+    stride: int
+    place: int
+
+    def row(
+        self,
+        primitive: Collective,
+        phase: str,
+        buckets: Sequence[tuple[int, int]],
+        times: int,
+        itemsize: int,
+    ) -> Row:
+        """A collective of each bucket, `times` a step: the backend's own, or the messages of a program."""
+        job, group = self.job, self.job.spread(self.ranks, self.stride)
+        if job.stack.algorithm != "backend":
+            vectors = [(size, count * times) for size, count in buckets]
+            return program_row(
+                job,
+                self.axis,
+                primitive,
+                phase,
+                vectors=vectors,
+                itemsize=itemsize,
+                group=group,
+                place=self.place,
+            )
+        count = times * sum(count for _, count in buckets)
+        return self.bare(primitive, phase, count, times * _elements(buckets) * itemsize)
+
+    def bare(self, primitive: Primitive, phase: str, count: int, size: float) -> Row:
+        """`count` of the backend's collectives, of `size` bytes together."""
+        each, group = size / count if count else 0.0, self.job.spread(self.ranks, self.stride)
+        text = f"{self.what} of the rank · bytes on the wire"
+        return row(self.job, self.axis, primitive, phase, count=count, size=each, group=group, formula=text)
 
 
-def _replica_rows(
-    job: Job, make: Callable[..., Row], axis: str, buckets: list[int], ranks: int, stride: int
-) -> list[Row]:
+def _replica_rows(over: _Over, buckets: Sequence[tuple[int, int]]) -> list[Row]:
     """The sum of gradients over replicas, in one piece a bucket or compressed (then in memory passes, too)."""
-    stack, how, elements = job.stack, job.stack.compression, sum(buckets)
+    job, ranks = over.job, over.ranks
+    stack, how = job.stack, job.stack.compression
+    if ranks == 1:
+        return []
     if how.method == "none":
-        size = elements * stack.reduce
-        return [make(axis, "all_reduce", "gradient", len(buckets), size, ranks, stride)]
+        return [over.row("all_reduce", "gradient", buckets, 1, stack.reduce)]
     sent: dict[Primitive, list[int]] = {}
-    for bucket in buckets:
+    for bucket, count in buckets:
         for primitive, size in bucket_messages(how, job.model, bucket, stack.reduce, ranks):
-            sent.setdefault(primitive, []).append(size)
-    found = [
-        make(axis, primitive, "gradient", len(sizes), sum(sizes), ranks, stride)
-        for primitive, sizes in sent.items()
-    ]
-    coding = stream_seconds(elements * touched_bytes(how), job.hardware.device, job.physics)
+            sent.setdefault(primitive, []).extend([size] * count)
+    found = [over.bare(primitive, "gradient", len(sizes), sum(sizes)) for primitive, sizes in sent.items()]
+    coding = stream_seconds(_elements(buckets) * touched_bytes(how), job.hardware.device, job.physics)
     first = found[0]
     text = f"{how.method} codes of the {first.formula}, with {coding * 1e3:.3g} ms of coding"
     return [
@@ -201,6 +250,9 @@ def exposed(job: Job, found: list[Row], forward: float, backward: float) -> list
         total[item.phase] += item.seconds
     result = []
     for item in found:
+        if item.primitive == "send":  # of a program, which compute waits for
+            result.append(item)
+            continue
         reducing = item.phase == "gradient"
         overlaps = job.stack.overlap_gradients and job.stack.compression.method == "none"
         if not (overlaps if reducing else job.stack.overlap_parameters):

@@ -8,6 +8,8 @@ from fivefold.ledger.compression import Compression
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.physics import Physics
 from fivefold.spec import schedules
+from fivefold.spec.mesh import ranks_of_a_host
+from fivefold.spec.synchronisation import Algorithm
 
 Recompute = Literal["none", "attention", "elementwise", "full"]
 Attention = Literal["unfused", "flash", "fused", "blocked"]
@@ -64,6 +66,7 @@ class Stack:
         scatter_messages: pipeline messages are split over tp even without sequence parallel.
         corrects_momentum: sparse compression keeps the momentum that the optimizer then does not.
         compression: how gradients are summed over replicas.
+        algorithm: what carries out the collectives of the data-parallel axes.
     """
 
     attention: Attention = "flash"
@@ -100,6 +103,7 @@ class Stack:
     scatter_messages: bool = False
     corrects_momentum: bool = False
     compression: Compression = field(default_factory=lambda: Compression("none"))
+    algorithm: Algorithm = "backend"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,5 @@ class Job:
 
     def spread(self, size: int, stride: int) -> tuple[int, int]:
         """(ranks inside a fast domain, domains) of `size` ranks that lie `stride` apart."""
-        local = max(1, min(size, self.hardware.fast_domain // stride))
-        while size % local:
-            local -= 1
+        local = ranks_of_a_host(size, stride, self.hardware.fast_domain)
         return local, size // local

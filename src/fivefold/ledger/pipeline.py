@@ -6,7 +6,7 @@ from fivefold.ledger import activations
 from fivefold.ledger.job import Job
 from fivefold.ledger.layer import Work, edge_work, layer_work
 from fivefold.ledger.network import collective_seconds, wires
-from fivefold.ledger.shards import Share, StageContent, contents, layers_share, parts, stage_share
+from fivefold.ledger.shards import Share, StageContent, contents, parts, stage_share
 from fivefold.ledger.simulate import StageTimes, Timeline, simulate
 from fivefold.ledger.traffic import Row, row
 from fivefold.spec import schedules
@@ -162,17 +162,6 @@ def padded_share(job: Job, built: list[Stage], rank: int) -> Share:
 def shares(job: Job, built: list[Stage]) -> list[Share]:
     """Parameters of every rank as they are split."""
     return [padded_share(job, built, rank) for rank in range(job.pp)]
-
-
-def own_layers(job: Job, built: list[Stage], rank: int) -> tuple[Share, int]:
-    """(parameters of a rank's layers, rows filled up, how many layers)."""
-    pad = job.dp_shard * job.cp if job.zero else 1
-    share, count = Share(0, 0), 0
-    for index in own_stages(job, rank):
-        content = built[index].content
-        share += layers_share(job, content, pad)
-        count += content.dense_layers + content.expert_layers
-    return share, count
 
 
 def rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

@@ -165,16 +165,13 @@ class Tail(NamedTuple):
     rows: tuple[Row, ...]
 
 
-def tail(job: Job, built: list[Stage], rank: int, share: Share) -> Tail:
-    """The end of one rank's step."""
+def tail(job: Job, built: list[Stage], rank: int, share: Share, place: int = 0) -> Tail:
+    """The end of one rank's step; `place` as in `data.rows`."""
     own = [built[index] for index in pipeline.own_stages(job, rank)]
     forward = sum(stage.times.forward for stage in own)
     backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
-    layers, count = pipeline.own_layers(job, built, rank)
-    rest = share.total > layers.total
-    experts = sum(stage.content.expert_layers for stage in own)
-    groups = data.Groups(share, layers, max(1, count + rest), max(1, count), max(1, experts))
-    found = data.exposed(job, data.rows(job, groups), forward, backward)
+    groups = data.groups(job, [stage.content for stage in own], share)
+    found = data.exposed(job, data.rows(job, groups, place), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
     found += tensor.gradient_rows(job, [stage.content for stage in own])
     found += data.agreements(job)
@@ -212,11 +209,11 @@ def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> 
     return time, (*inner, *ending.rows)
 
 
-def traffic_of(job: Job, rank: int) -> tuple[Row, ...]:
-    """One step's traffic of a pipeline rank."""
+def traffic_of(job: Job, rank: int, place: int = 0) -> tuple[Row, ...]:
+    """One step's traffic of a pipeline rank; `place` among the ranks of its data and context axes."""
     built = pipeline.stages(job, pipeline.costs(job))
     share = pipeline.shares(job, built)[rank]
-    return (*_inner_rows(job, built, rank), *tail(job, built, rank, share).rows)
+    return (*_inner_rows(job, built, rank), *tail(job, built, rank, share, place).rows)
 
 
 def _inner_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fivefold.collectives.compression import compressor
 from fivefold.ledger.compression import compression_of, corrected_momentum
@@ -17,6 +18,7 @@ from fivefold.parallel.expert import expert_parallel
 from fivefold.parallel.local import LocalParameter, initialize
 from fivefold.parallel.mesh import Groups
 from fivefold.parallel.pipeline import Pipeline, Samples, TiedCopy, rank_stages
+from fivefold.parallel.synchronise import Collectives
 from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
 from fivefold.spec.legal import Resolved
 from fivefold.spec.parameters import Parameter, parameters
@@ -127,9 +129,13 @@ class _Split:
         self._rank = rank
         self._device = device
         config = resolved.config
-        types = compute_dtype(config.precision), master_dtype(config.precision)
-        self._dense = Division(groups.shard, groups.replicate, config.parallel.zero, *types)
-        self._expert = Division(groups.expert_shard, groups.expert_replicate, config.parallel.zero, *types)
+        zero, types = config.parallel.zero, (compute_dtype(config.precision), master_dtype(config.precision))
+
+        def over(group: ProcessGroup | None) -> Collectives | None:
+            return Collectives(group, config.parallel.algorithm, groups.per_host) if group else None
+
+        self._dense = Division(over(groups.shard), over(groups.replicate), zero, *types)
+        self._expert = Division(over(groups.expert_shard), over(groups.expert_replicate), zero, *types)
         self.held: dict[str, LocalParameter] = {}
 
     def unit(self, module: nn.Module, owned: dict[str, nn.Module], specs: dict[str, Parameter]) -> Unit:
@@ -164,7 +170,8 @@ class _Split:
             number = copies(config.model, spec, mesh, ep, zero)
             if spec.name == "embedding.weight" and is_tied_apart(config.model, config.parallel, mesh):
                 number *= 2
-            self.held[spec.name] = LocalParameter(spec, own, value, number, division.shard)
+            shards = division.shard.group if division.shard else None
+            self.held[spec.name] = LocalParameter(spec, own, value, number, shards)
         return bucket
 
 

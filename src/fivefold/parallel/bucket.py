@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from fivefold.collectives.compression import Compressor
 from fivefold.collectives.compression.flat import summed
+from fivefold.parallel.synchronise import Collectives, Pending
 from fivefold.spec.parts import shard_range, sharded_dim
 
 
@@ -19,15 +18,15 @@ class Division:
     """How a bucket is spread.
 
     Attributes:
-        shard: ranks that ZeRO splits its rows over; None = every rank keeps all.
-        replicate: ranks that keep the same rows.
+        shard: over the ranks that ZeRO splits its rows over; None = every rank keeps all.
+        replicate: over the ranks that keep the same rows.
         zero: the stage.
         compute: type of what forward sees.
         master: type of what the optimizer updates, and of sums of gradients.
     """
 
-    shard: ProcessGroup | None
-    replicate: ProcessGroup | None
+    shard: Collectives | None
+    replicate: Collectives | None
     zero: int
     compute: torch.dtype
     master: torch.dtype
@@ -71,8 +70,8 @@ class Bucket:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], division: Division, device: torch.device) -> None:
         self.division = division
-        self.shards = division.shard.size() if division.shard else 1
-        self.index = division.shard.rank() if division.shard else 0
+        self.shards = division.shard.ranks if division.shard else 1
+        self.index = division.shard.rank if division.shard else 0
         self.gathers = division.shard is not None
         self._slots: list[_Slot] = []
         apart = self.gathers or division.compute != division.master
@@ -96,10 +95,10 @@ class Bucket:
             offset += each
         self._length = offset
         self._gathered: Tensor | None = None
-        self._gathering: dist.Work | None = None
+        self._gathering: Pending | None = None
         self._is_whole = not self.gathers
         self._sent: Tensor | None = None
-        self._reducing: dist.Work | None = None
+        self._reducing: Pending | None = None
         self._reduced: Tensor | None = None
         self._gradient: Tensor | None = None
         self._arrived = 0
@@ -161,9 +160,8 @@ class Bucket:
             return
         own = self._piece.to(self.division.compute)
         self._gathered = own.new_empty(self.shards * self._length)
-        self._gathering = dist.all_gather_single(
-            self._gathered, own, group=self.division.shard, async_op=True
-        )
+        assert self.division.shard is not None
+        self._gathering = self.division.shard.all_gather(self._gathered, own)
 
     def ready(self) -> None:
         """Waits until the parameters are whole."""
@@ -219,12 +217,10 @@ class Bucket:
     def reduce(self) -> None:
         """Begins to sum the gradients: over the shards, or over the replicas where nothing is split."""
         self._is_reduced = True
-        if self.gathers:
+        if self.division.shard is not None:
             self._sent = self._rank_major()
             self._reduced = self._sent.new_empty(self._length)
-            self._reducing = dist.reduce_scatter_single(
-                self._reduced, self._sent.view(-1), group=self.division.shard, async_op=True
-            )
+            self._reducing = self.division.shard.reduce_scatter(self._reduced, self._sent.view(-1))
         elif self.division.replicate is not None:
             self._gradient = torch.cat([_gradient(slot.parameter).flatten() for slot in self._slots])
             self._forget()
@@ -245,18 +241,19 @@ class Bucket:
         if self.gathers and self.division.replicate is not None:
             self._sum_replicas(self.division.replicate)
 
-    def _sum_replicas(self, group: ProcessGroup) -> None:
+    def _sum_replicas(self, over: Collectives) -> None:
         """Begins to sum the gradient over a group; a compressed sum ends here, too."""
         if self.compressor is None:
-            self._reducing = dist.all_reduce(self._gradient, group=group, async_op=True)
+            assert self._gradient is not None
+            self._reducing = over.all_reduce(self._gradient)
             return
         # The last shards of few rows hold none.
         named = [(n, self._own(s)) for n, s in zip(self._names, self._slots, strict=True) if s.value.numel()]
         if exact := [tensor for name, tensor in named if name in self._exact]:
-            for tensor, total in zip(exact, summed(exact, group), strict=True):
+            for tensor, total in zip(exact, summed(exact, over.group), strict=True):
                 tensor.copy_(total)
         if coded := [(name, tensor) for name, tensor in named if name not in self._exact]:
-            self.compressor.reduce(coded, group)
+            self.compressor.reduce(coded, over.group)
 
     def _own(self, slot: _Slot) -> Tensor:
         """A parameter's place in this rank's gradient."""

@@ -6,6 +6,7 @@ sums over the data and context ranks: the loss is already divided by the token c
 
 Reductions start while backward goes on, as soon as a bucket's last gradient is there. Parameters are gathered one
 layer ahead: in forward and in backward (zero 3), or after the update (zero 1 and 2), waited for where they are used.
+What carries out both, the backend or a program (`parallel.algorithm`): synchronise.py.
 """
 
 from collections.abc import Iterator, Sequence

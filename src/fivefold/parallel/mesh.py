@@ -23,6 +23,7 @@ class Groups:
         expert_replicate, expert_shard: the same, of those ranks that own the same experts.
         tp_copies: ranks of tp that hold the same KV heads, where there are fewer of these than ranks.
         embedding: the two ranks that hold a tied embedding and its copy, the head.
+        per_host: ranks a host, consecutive in the run; 0 = all on one.
     """
 
     pp: ProcessGroup | None = None
@@ -35,6 +36,7 @@ class Groups:
     tp_copies: ProcessGroup | None = None
     ep: ProcessGroup | None = None
     embedding: ProcessGroup | None = None
+    per_host: int = 0
 
 
 def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
@@ -44,7 +46,7 @@ def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
     return group
 
 
-def groups(resolved: Resolved, rank: int, make: MakeGroup = new_group) -> Groups:
+def groups(resolved: Resolved, rank: int, per_host: int = 0, make: MakeGroup = new_group) -> Groups:
     """This rank's groups, made axis by axis in one order on every rank. Collective."""
     config, mesh = resolved.config, resolved.mesh
     ep, zero = config.parallel.ep, config.parallel.zero
@@ -85,4 +87,5 @@ def groups(resolved: Resolved, rank: int, make: MakeGroup = new_group) -> Groups
         ep=group("ep", shards[place : place + ep]),
         # The last: other ranks have no such group, and torch names groups by how many a rank has.
         embedding=group("embedding", ends) if rank in ends else None,
+        per_host=per_host,
     )

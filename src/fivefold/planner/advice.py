@@ -18,6 +18,7 @@ from fivefold.render.units import change_text, seconds_text
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
+from fivefold.spec.synchronisation import serves
 
 
 def neighbours(best: Job, seconds: float) -> list[str]:
@@ -41,7 +42,7 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         if mode != best.recompute:
             yield f"recompute {mode} instead of {best.recompute}", {"recompute": mode}
     for zero in range(4):
-        if zero != best.zero:
+        if zero != best.zero and serves(best.stack.algorithm, zero):
             yield f"zero {zero} instead of {best.zero}", {"zero": zero}
     if best.tp > 1:
         on = best.sequence_parallel

@@ -15,17 +15,25 @@ def compression_verdicts(job: Job) -> list[str]:
     replicas = job.dp_replicate if job.zero else job.dp_replicate * job.dp_shard * job.cp
     if replicas == 1:
         return []
-    plain = estimate(_with(job, Compression("none"))).time.step
-    lines = []
-    for method in METHODS:
-        if method == "powersgd" and job.zero:
-            continue
-        step = estimate(_with(job, Compression(method))).time.step
-        verdict = "pays" if step < plain else "does not pay"
-        lines.append(
-            f"gradients compressed by {method}: {seconds_text(step)} a step instead of {seconds_text(plain)}, {verdict}"
-        )
-    return lines
+    plain = _with(job, Compression("none"))
+    methods = [method for method in METHODS if method != "powersgd" or not job.zero]
+    return [_line(_with(job, Compression(method)), plain) for method in methods]
+
+
+def own_verdict(job: Job) -> str | None:
+    """The line of the job's own method; None without."""
+    if job.stack.compression.method == "none":
+        return None
+    return _line(job, _with(job, Compression("none")))
+
+
+def _line(job: Job, plain: Job) -> str:
+    step, without = estimate(job).time.step, estimate(plain).time.step
+    verdict = "pays" if step < without else "does not pay"
+    return (
+        f"gradients compressed by {job.stack.compression.method}: {seconds_text(step)} a step instead of "
+        f"{seconds_text(without)}, {verdict}"
+    )
 
 
 def _with(job: Job, how: Compression) -> Job:

@@ -53,6 +53,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         overlap_parameters=True,
         corrects_momentum=corrected > 0,
         compression=compression_of(config.parallel),
+        algorithm=config.parallel.algorithm,
     )
 
 

@@ -12,6 +12,7 @@ from fivefold.ledger.job import Stack
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
+from fivefold.spec.synchronisation import serves
 
 RECOMPUTE = ("none", "attention", "elementwise", "full")
 SCHEDULES: tuple[schedules.Name, ...] = (
@@ -224,7 +225,7 @@ def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
     if wish.allows("zero", 0) and (ep == 1 or cp % ep == 0) and wish.fixed.get("dp_shard", 1) in (1, -1, dp):
         found.append((0, dp, 1))
     for zero in (1, 2, 3):
-        if not wish.allows("zero", zero):
+        if not wish.allows("zero", zero) or not serves(wish.stack.algorithm, zero):
             continue
         if zero == 3 and point.pp > 1 and point.schedule in schedules.SPLITS_BACKWARD:
             continue  # torch runs a split backward only on gathered parameters: zero 3 would be zero 2

@@ -1,5 +1,6 @@
 """Every legal layout of a number of ranks, and a few of them that show every pair of choices together."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import combinations, product
 
@@ -10,6 +11,7 @@ from fivefold.config.tree import Batch, Config, Parallel
 from fivefold.planner.space import RECOMPUTE, SCHEDULES, divisors
 from fivefold.spec.legal import check_trainable, resolve_config
 from fivefold.spec.schedules import chunks_of, is_legal
+from fivefold.spec.synchronisation import PROGRAMS, Algorithm, serves
 
 MOST_ACCUMULATION = 64
 
@@ -17,19 +19,36 @@ MOST_ACCUMULATION = 64
 def every_layout(config: Config, ranks: int) -> list[Config]:
     """`config` in every layout of exactly `ranks` ranks that its model allows.
 
-    Mesh, zero, sequence parallel, schedule, context kind and expert degree are all combined; recompute and the
-    number of micro-batches take turns over them.
+    Mesh, zero, sequence parallel, schedule, context kind and expert degree are all combined; recompute, the number
+    of micro-batches and what carries out the collectives of data parallel take turns over them.
     """
     found: list[Config] = []
+    of_stage = Counter[int]()  # layouts by zero stage, those with one data rank left out
     for parallel in _candidates(config.parallel, ranks, bool(config.model.experts.count)):
         turn = len(found)
-        laid_out = _with_batch(replace(parallel, recompute=RECOMPUTE[turn % 4]), config, 1 + turn // 4 % 3)
+        algorithm = _algorithm(parallel, of_stage[parallel.zero])
+        taken = replace(parallel, recompute=RECOMPUTE[turn % 4], algorithm=algorithm)
+        laid_out = _with_batch(taken, config, 1 + turn // 4 % 3)
         try:
             check_trainable(resolve_config(laid_out, ranks))
         except ConfigError:
             continue
         found.append(laid_out)
+        of_stage[parallel.zero] += not _is_alone(parallel)
     return found
+
+
+def _algorithm(parallel: Parallel, turn: int) -> Algorithm:
+    """In every other turn one of the programs that serve the layout."""
+    if _is_alone(parallel) or turn % 2 == 0:
+        return "backend"
+    programs = [name for name in PROGRAMS if serves(name, parallel.zero)]
+    return programs[turn // 2 % len(programs)]
+
+
+def _is_alone(parallel: Parallel) -> bool:
+    """Whether there is one data rank."""
+    return parallel.zero == 0 and parallel.dp_replicate * parallel.cp == 1
 
 
 def covering(layouts: Iterable[Config]) -> list[Config]:
@@ -46,9 +65,10 @@ def covering(layouts: Iterable[Config]) -> list[Config]:
 
 
 def _pairs(config: Config) -> frozenset[tuple[tuple[str, object], tuple[str, object]]]:
-    choices = list(asdict(config.parallel).items())
-    choices.append(("accumulation", min(3, resolve_config(config).batch.accumulation)))
-    return frozenset(combinations(choices, 2))
+    choices = asdict(config.parallel)
+    programs = ("zero", choices["zero"]), ("algorithm", choices.pop("algorithm"))  # what a program must serve
+    choices["accumulation"] = min(3, resolve_config(config).batch.accumulation)
+    return frozenset([*combinations(choices.items(), 2), programs])
 
 
 def _candidates(base: Parallel, ranks: int, has_experts: bool) -> Iterator[Parallel]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from fivefold.collectives.record import Row
@@ -16,6 +17,7 @@ from fivefold.observe.clock import StepClock
 from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.mesh import groups
+from fivefold.planner.jobs import hardware_of
 from fivefold.proof.batch import uneven_batch
 from fivefold.proof.gather import Sent, sent
 from fivefold.proof.routing import Choices, Flips, Routings
@@ -142,8 +144,11 @@ def _order(rows: int, permutation: int) -> Tensor:
 
 
 def _stepper(session: Session, resolved: Resolved) -> Stepper:
-    config = resolved.config
-    model = parallelize(resolved, groups(resolved, session.rank), session.rank, session.device)
+    config, world_size = resolved.config, session.world_size
+    # Hosts as the ledger takes them to be: of cluster.preset = "2x2 cpu", two ranks on each.
+    on = hardware_of(replace(config, run=replace(config.run, ranks=world_size)))
+    on_axes = groups(resolved, session.rank, on.fast_domain)
+    model = parallelize(resolved, on_axes, session.rank, session.device)
     return Stepper(
         model,
         LocalOptimizer(config.optimizer, model.parameters),

@@ -14,6 +14,7 @@ from msgspec.structs import asdict, replace
 
 from fivefold.collectives.record import Row
 from fivefold.config.tree import Config, Parallel
+from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate, traffic_of
 from fivefold.planner.jobs import job_of
 from fivefold.proof.compare import BOUNDS, Comparison, compare
@@ -210,8 +211,8 @@ def _used(parallel: Parallel) -> list[str]:
 
 KEPT = {
     "pp": ("pp", "schedule", "chunks", "recompute"),
-    "dp_replicate": ("dp_replicate",),
-    "dp_shard": ("dp_shard", "zero"),
+    "dp_replicate": ("dp_replicate", "algorithm"),
+    "dp_shard": ("dp_shard", "zero", "algorithm"),
     "cp": ("cp", "context"),
     "tp": ("tp", "sequence_parallel"),
     "ep": ("dp_shard", "cp", "context", "zero", "ep"),
@@ -229,7 +230,8 @@ def _traffic(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str,
     """(measured, predicted) bytes where they differ.
 
     What a rank sends to experts depends on routing: there it is the sum over all ranks of the stage that must be as
-    predicted. Else the rank at the beginning of every other axis, which holds the most, is asked.
+    predicted. Else the rank at the beginning of every other axis, which holds the most, is asked; of a program's
+    messages, every rank that holds as much as that one.
     """
     job = dataclasses.replace(job_of(replace(config, run=replace(config.run, ranks=ranks))), imbalance=1.0)
     differing: dict[str, tuple[int, int]] = {}
@@ -238,17 +240,33 @@ def _traffic(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str,
         measured, everywhere = _bytes(of_stage[0].traffic), Counter[str]()
         for of_rank in of_stage:
             everywhere.update(_bytes(of_rank.traffic))
-        predicted: dict[str, float] = {}
-        for row in traffic_of(job, stage):
-            name = f"{row.axis} {row.primitive} {row.phase}"
-            predicted[name] = predicted.get(name, 0.0) + row.bytes_per_rank
+        predicted = _predicted(job, stage, 0)
         for name in measured.keys() | predicted.keys():
             here, told = measured[name], round(predicted.get(name, 0.0))
             if name.startswith("ep "):
                 here, told = everywhere[name], round(predicted.get(name, 0.0) * len(of_stage))
             if here != told:
                 differing.setdefault(name, (here, told))
+        if job.stack.algorithm != "backend":
+            for place, of_rank in enumerate(of_stage[:: job.tp]):
+                measured, predicted = _bytes(of_rank.traffic), _predicted(job, stage, place)
+                for name in filter(_is_message_of_data, measured.keys() | predicted.keys()):
+                    if measured[name] != (told := round(predicted.get(name, 0.0))):
+                        differing.setdefault(name, (measured[name], told))
     return differing
+
+
+def _predicted(job: Job, stage: int, place: int) -> dict[str, float]:
+    """Bytes by axis, primitive and phase of the rank at that place of the data and context axes."""
+    found: dict[str, float] = {}
+    for row in traffic_of(job, stage, place):
+        name = f"{row.axis} {row.primitive} {row.phase}"
+        found[name] = found.get(name, 0.0) + row.bytes_per_rank
+    return found
+
+
+def _is_message_of_data(name: str) -> bool:
+    return name.startswith("dp_") and " send " in name
 
 
 def _bytes(rows: Iterable[Row]) -> Counter[str]:

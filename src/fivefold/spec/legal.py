@@ -12,6 +12,7 @@ from fivefold.spec.mesh import Mesh, resolve
 from fivefold.spec.ramp import BatchCourse, plan_course
 from fivefold.spec.schedules import chunks_of, is_legal, nearest_legal
 from fivefold.spec.sequence import Span, spans
+from fivefold.spec.synchronisation import PROGRAMS, serves
 
 MOST_DIVISOR = 1 << 16
 """Divisors are looked for up to here: the tree allows no more heads and experts."""
@@ -53,6 +54,7 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
     check_data(config.data)
     mesh = resolve(config.parallel, world_size or config.run.ranks)
     check_layout(config.model, config.parallel, mesh)
+    check_algorithm(config.parallel, mesh)
     check_compression(config, mesh)
     if config.batch.sequence_length > config.model.max_positions:
         raise ConfigError(
@@ -170,6 +172,29 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
     if parallel.context == "ulysses":
         _check_degree("cp", mesh.cp, _head_demands(model, mesh.tp))
     _check_stages(model, parallel, mesh)
+
+
+def check_algorithm(parallel: Parallel, mesh: Mesh) -> None:
+    """Refuses a program where data parallel has nothing for it to do, or needs a collective that it is not."""
+    name, zero = parallel.algorithm, parallel.zero
+    if name == "backend":
+        return
+    if not zero and mesh.data_parallel * mesh.cp == 1:
+        raise ConfigError(
+            f"parallel.algorithm = {name}: sums gradients over the data ranks, and there is one; set dp_replicate ≥ 2, "
+            "or algorithm = backend"
+        )
+    if not serves(name, zero):
+        legal = " or ".join(other for other in PROGRAMS if serves(other, zero))
+        raise ConfigError(
+            f"parallel.algorithm = {name} with zero = {zero}: sums whole gradients, and has no reduce-scatter and "
+            f"all-gather of shards; set zero = 0, or algorithm = {legal}"
+        )
+    if parallel.compression != "none":
+        raise ConfigError(
+            f"parallel.algorithm = {name} with compression = {parallel.compression}: compressed sums have collectives "
+            "of their own; set algorithm = backend, or compression = none"
+        )
 
 
 def check_compression(config: Config, mesh: Mesh) -> None:

@@ -106,6 +106,15 @@ def resolve(parallel: Parallel, world_size: int = 0) -> Mesh:
     return Mesh(**degrees)
 
 
+def ranks_of_a_host(size: int, stride: int, per_host: int) -> int:
+    """Of `size` ranks that lie `stride` apart, how many share a host of `per_host` consecutive ranks; as many on each
+    host as on any other."""
+    local = max(1, min(size, per_host // stride))
+    while size % local:
+        local -= 1
+    return local
+
+
 def _left(named: int, world_size: int, axis: str) -> int:
     if not world_size:
         return 1

@@ -59,7 +59,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         session, config = self.session, self.resolved.config
-        on_axes = groups(self.resolved, session.rank)
+        on_axes = groups(self.resolved, session.rank, session.ranks_per_host)
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,

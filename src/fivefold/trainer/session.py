@@ -34,6 +34,7 @@ class Session:
 
     rank: int
     world_size: int
+    ranks_per_host: int
     device: torch.device
     recorder: Recorder
     agreement: Agreement
@@ -107,6 +108,7 @@ def open_session(place: Place | None, backend: str, timeout_seconds: float) -> I
         timeout_seconds: a collective that takes longer is an error.
     """
     rank, world_size = (place.rank, place.world_size) if place else (0, 1)
+    per_host = place.local_world_size if place else 1
     device = machine.device(place.local_rank if place else 0)
     recorder = Recorder()
     timeout = timedelta(seconds=timeout_seconds)
@@ -120,6 +122,7 @@ def open_session(place: Place | None, backend: str, timeout_seconds: float) -> I
         raise BadInput(str(error)) from None
     wrapped = name != backend
     with HangWatch(recorder, store, rank, seconds=HANG_SECONDS):
-        yield Session(rank, world_size, device, recorder, Agreement(device), store, backend, wrapped)
+        agreement = Agreement(device)
+        yield Session(rank, world_size, per_host, device, recorder, agreement, store, backend, wrapped)
     dist.barrier()  # a rank that left early would break the connections of those still at work
     dist.destroy_process_group()

@@ -78,14 +78,14 @@ def compression_state(model: ParallelModel) -> list[Kept]:
     held = {parameter.spec.name: parameter for parameter in model.parameters}
     found = []
     for bucket in model.data.buckets:
-        group = bucket.division.replicate
-        if bucket.compressor is None or group is None:
+        over = bucket.division.replicate
+        if bucket.compressor is None or over is None:
             continue
         for key, value in bucket.compressor.memory.state_dict().items():
             is_own, name = key.startswith(OWN), key.split("/", 2)[2]
             parameter = held[name]
             if is_own:
-                part, shape, row, rows = parameter.part, parameter.spec.shape, group.rank(), group.size()
+                part, shape, row, rows = parameter.part, parameter.spec.shape, over.rank, over.ranks
             else:
                 part, shape = Part((0,) * value.dim(), tuple(value.shape)), tuple(value.shape)
                 row, rows = bucket.place

@@ -92,6 +92,23 @@ class Fabric(NamedTuple):
     shared: bool = False
 
 
+def bounds(length: int, parts: int) -> list[int]:
+    """Where `length` elements are cut into `parts`, as equal as possible: parts + 1 places."""
+    return [length * part // parts for part in range(parts + 1)]
+
+
+def messages(program: Program, rank: int) -> list[tuple[int, ...]]:
+    """The chunks of each message that a rank sends: all for one target in a round go together."""
+    found: list[tuple[int, ...]] = []
+    for round_ in program:
+        targets: dict[int, list[int]] = {}
+        for transfer in round_:
+            if transfer.source == rank:
+                targets.setdefault(transfer.target, []).append(transfer.chunk)
+        found += map(tuple, targets.values())
+    return found
+
+
 def busiest(round_: Sequence[Transfer]) -> int:
     """Most chunks that one rank sends, or receives, in a round."""
     sent = Counter(transfer.source for transfer in round_)

@@ -1,0 +1,27 @@
+"""The programs behind each name of `parallel.algorithm`: one for every collective of data parallel that it serves."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+Algorithm = Literal[
+    "backend", "ring", "halving-doubling", "recursive-doubling", "double-tree", "hierarchical"
+]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+PROGRAMS: Mapping[Algorithm, Mapping[Collective, str]] = {
+    "ring": {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "ring"},
+    "halving-doubling": {
+        "all_reduce": "halving-doubling",
+        "reduce_scatter": "halving",
+        "all_gather": "doubling",
+    },
+    "recursive-doubling": {"all_reduce": "recursive-doubling"},
+    "double-tree": {"all_reduce": "double-tree"},
+    "hierarchical": {"all_reduce": "hierarchical"},
+}
+"""Programs by their names in `ledger.programs.catalogue`; "backend" has none."""
+
+
+def serves(algorithm: Algorithm, zero: int) -> bool:
+    """Whether it has what a zero stage needs: all-reduce (0), or reduce-scatter and all-gather as well."""
+    return algorithm == "backend" or zero == 0 or "reduce_scatter" in PROGRAMS[algorithm]
