@@ -9,10 +9,10 @@ import msgspec
 from fivefold.config.errors import ConfigError
 from fivefold.config.tree import Parallel
 from fivefold.ledger.job import Job
-from fivefold.ledger.total import estimate
+from fivefold.ledger.total import Ledger, estimate
 from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.document import layout_of
-from fivefold.planner.search import SAME, Outcome, search
+from fivefold.planner.search import SAME, Outcome, least_excess, search
 from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, nearest_batches
 from fivefold.render.units import change_text, seconds_text
 from fivefold.spec import schedules
@@ -22,7 +22,8 @@ from fivefold.spec.mesh import Mesh
 
 def neighbours(best: Job, seconds: float) -> list[str]:
     """One line for every layout one step away on one axis."""
-    lines = [f"{name}: {_verdict(best, changes, seconds)}" for name, changes in _steps(best)]
+    ledger = estimate(best)
+    lines = [f"{name}: {_verdict(ledger, changes, seconds)}" for name, changes in _steps(best)]
     return lines + compression_verdicts(best)
 
 
@@ -53,17 +54,20 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"schedule {name} instead of {best.schedule}", {"schedule": name}
 
 
-def _verdict(best: Job, changes: dict[str, Any], seconds: float) -> str:
+def _verdict(old: Ledger, changes: dict[str, Any], seconds: float) -> str:
     """What one change does: slower by so much, too large by so much, or why it cannot be."""
     try:
-        job = _changed(best, changes)
+        job = _changed(old.job, changes)
     except ConfigError as error:
         return f"cannot be: {error}"
+    excess, rank = least_excess(job)
+    if excess > 0:
+        return f"does not fit, at least {excess / 2**30:.2f} GiB too much on pipeline rank {rank}"
     found = estimate(job)
     excess = found.fullest.memory.peak - job.hardware.device.memory
     if excess > 0:
         return f"does not fit, {excess / 2**30:.2f} GiB too much on pipeline rank {found.fullest.rank}"
-    old, change = estimate(best), found.time.step / seconds - 1
+    change = found.time.step / seconds - 1
     if abs(change) < SAME:
         more = found.fullest.memory.peak - old.fullest.memory.peak
         memory = f"memory {more / 2**30:+.2f} GiB" if abs(more) >= 2**30 / 200 else "and the same memory"

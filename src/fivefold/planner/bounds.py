@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from fivefold.config.tree import Model
+from fivefold.ledger.job import Job
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.shards import contents, parts
@@ -211,11 +212,11 @@ def _through(
     return clock, returned
 
 
-def held_bytes(point: Point, built: Sequence[Stage], rank: int) -> float:
+def held_bytes(job: Job, built: Sequence[Stage], rank: int) -> float:
     """Bytes of activations in flight on a rank at its fullest, from the order of its work alone."""
-    own = schedules.stages_of_rank(point.schedule, rank, point.pp, point.chunks)
+    own = schedules.stages_of_rank(job.schedule, rank, job.pp, job.chunks)
     saved = [built[index].saved for index in own]
-    if point.pp == 1:
+    if job.pp == 1:
         return sum(saved)
-    together = held_at_once(point.schedule, point.pp, point.microbatches, point.chunks, rank)
+    together = held_at_once(job.schedule, job.pp, job.microbatches, job.chunks, rank)
     return max(sum(n * size for n, size in zip(counts, saved, strict=True)) for counts in together)

@@ -12,6 +12,7 @@ from fivefold.ledger.job import Stack
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
+from fivefold.spec.stages import most_stages
 
 RECOMPUTE = ("none", "attention", "elementwise", "full")
 SCHEDULES: tuple[schedules.Name, ...] = (
@@ -156,7 +157,7 @@ def series_of(wish: Wish, group: Group) -> Iterator[Series]:
             for name in SCHEDULES
             if wish.allows("schedule", name)
             and schedules.is_legal(name, group.pp, group.microbatches)
-            and group.pp * schedules.chunks_of(name, 2) <= wish.model.layers
+            and group.pp * schedules.chunks_of(name, 2) <= most_stages(wish.model)
         ]
     for name in names:
         for mode in modes(wish):
@@ -171,7 +172,7 @@ def points(wish: Wish, series: Series) -> Iterator[Point]:
         if fixed in (0, 1, own):
             yield Point(series, own)
         return
-    for chunks in range(2, wish.model.layers // pp + 1):
+    for chunks in range(2, most_stages(wish.model) // pp + 1):
         if fixed in (0, chunks):
             yield Point(series, chunks)
 
@@ -183,7 +184,7 @@ def groups(wish: Wish) -> Iterator[Group]:
     for tp in legal_tp(wish):
         sequence = [s for s in ((False, True) if tp > 1 else (False,)) if wish.allows("sequence_parallel", s)]
         for pp in _allowed(wish, "pp", divisors(world // tp)):
-            if pp > wish.model.layers:
+            if pp > most_stages(wish.model):
                 continue
             for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
                 replicas = world // tp // pp // cp
@@ -203,7 +204,7 @@ def nearest_batches(wish: Wish) -> list[int]:
     world, micro, least = wish.hardware.devices, wish.fixed.get("micro_batch", 1), set()
     for tp in legal_tp(wish):
         for pp in _allowed(wish, "pp", divisors(world // tp)):
-            if pp <= wish.model.layers:
+            if pp <= most_stages(wish.model):
                 for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
                     if cp <= wish.sequence_length and _legal_cp(wish, cp, tp):
                         least.add(world // tp // pp // cp * micro)
