@@ -155,6 +155,41 @@ def test_a_plan_states_what_a_run_costs_where_the_cluster_has_a_price(
     assert run["price"] == pytest.approx(2.5 * run["device_hours"])
 
 
+RAMP = ["--set", "batch.ramp.start=4", "--set", "batch.ramp.increment=20", "--set", "batch.ramp.tokens=3000000"]
+
+
+def test_a_plan_carries_every_batch_of_a_ramp(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best layout of the last batch cannot carry the first; the plan's can, trains, and says what it costs."""
+    free = document(capsys, "plan", config, "--json")
+    found = document(capsys, "plan", config, "--json", "--tokens", "1e9", *RAMP)
+    batches = [4, 24, 44, 64]
+    assert [stage["global_batch"] for stage in found["ramp"]] == batches
+    for item in found["ranking"]:
+        layout = item["parallel"]
+        unit = item["micro_batch"] * layout["dp_replicate"] * layout["dp_shard"]
+        assert all(batch % unit == 0 for batch in batches)
+    layout = free["best"]["parallel"]
+    assert 4 % (free["best"]["micro_batch"] * layout["dp_replicate"] * layout["dp_shard"])
+    assert main(["plan", config, "--emit", "fivefold", *RAMP]) == 0
+    best = tmp_path / "best.toml"
+    best.write_text(capsys.readouterr().out)
+    seconds, left = 0.0, 1e9
+    for stage in found["ramp"]:
+        size = ["--set", "batch.ramp.start=0", "--set", "batch.ramp.increment=0", "--set", "batch.ramp.tokens=0"]
+        size += ["--set", f"batch.global_batch={stage['global_batch']}"]
+        step = document(capsys, "estimate", str(best), "--json", *size)["time"]["step"]
+        steps = stage["steps"] or left / (64 * 8192)
+        seconds, left = seconds + steps * step, left - steps * stage["global_batch"] * 8192
+    assert found["run"]["days"] == pytest.approx(seconds / 86400)
+    assert main(["plan", config, *RAMP]) == 0
+    assert "ramp from 4 sequences, 20 more every 1,000,000 tokens" in capsys.readouterr().out
+    refused = document(capsys, "plan", config, "--json", *RAMP, "--set", "parallel.pp=1", "--set", "parallel.cp=1",
+                       "--set", "parallel.tp=1", code=1)  # fmt: skip
+    assert any("batch.ramp.increment = 20 is no multiple of" in line for line in refused["reasons"])
+
+
 def test_a_plan_that_cannot_be_says_what_would(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", config, "--json", "--set", 'model.preset="llama3-405b"']
     found = document(capsys, *words, code=1)

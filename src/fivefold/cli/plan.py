@@ -13,7 +13,7 @@ from fivefold.config.tree import Config
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate
 from fivefold.planner.advice import neighbours, unfit
-from fivefold.planner.document import document, layout_of, run_cost, title_of
+from fivefold.planner.document import course_of, document, layout_of, run_cost, title_of
 from fivefold.planner.export import accelerate, deepspeed, megatron, torchtitan
 from fivefold.planner.figures import front, gantt
 from fivefold.planner.search import Outcome, search
@@ -84,8 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
         _emit(config, best.job, arguments.emit)
         return 0
     found = _document(wish, outcome)
+    course = course_of(config, best.job)
+    if course.growths:
+        found["ramp"] = [{"global_batch": b.global_batch, "steps": steps} for b, steps in course.stages()]
     if arguments.tokens:
-        found["run"] = run_cost(estimate(best.job), arguments.tokens)
+        found["run"] = run_cost(estimate(best.job), arguments.tokens, course)
     if arguments.html:
         best_gantt = gantt(best.job) if best.job.pp > 1 else None
         text = page(
@@ -96,6 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
     else:
         print(_text(found))
+        if course.growths:
+            print(f"\n{course.reason}; the steps above are of the last batch")
         if arguments.tokens:
             print("\n" + cost_text(found["run"]))
     return 0
@@ -107,6 +112,8 @@ def _emit(config: Config, job: Job, peer: str) -> None:
         print(dump(config_of(config, job)), end="")
         return
     text, missing = PEERS[peer](job)
+    if ramp := course_of(config, job).summary:
+        missing.append(f"batch.ramp ({ramp}) here; what is written is its last batch")
     print(text, end="")
     for line in missing:
         print(f"fivefold: {peer} cannot express {line}", file=sys.stderr)
@@ -147,7 +154,7 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
             "accumulation": best.job.microbatches,
         },
         "ranking": ranking,
-        "neighbours": neighbours(best.job, best.time.step),
+        "neighbours": neighbours(best.job, best.time.step, wish.smaller),
     }
 
 

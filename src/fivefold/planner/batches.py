@@ -99,6 +99,6 @@ def warnings(config: Config, reference: int, target: int) -> list[str]:
 
 
 def step_seconds(wish: Wish, global_batch: int) -> float | None:
-    """Seconds of the best layout's step at a batch; None where nothing fits."""
-    found = search(replace(wish, global_batch=global_batch), keep=1)
+    """Seconds of the best layout's step at a batch that does not grow; None where nothing fits."""
+    found = search(replace(wish, global_batch=global_batch, smaller=range(0)), keep=1)
     return found.ranking[0].seconds if found.ranking else None

@@ -11,8 +11,10 @@ from fivefold.ledger.job import Job
 from fivefold.planner.document import LAYOUT, layout_of
 from fivefold.planner.jobs import ITEMSIZES, hardware_of, stack_of
 from fivefold.planner.space import Wish, nearest_divisors
+from fivefold.spec.batch import BatchPlan
 from fivefold.spec.legal import check_layout, check_model
 from fivefold.spec.mesh import Mesh
+from fivefold.spec.ramp import plan_course
 
 FREE_BY_DEFAULT = Parallel()
 
@@ -22,10 +24,12 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     and so is batch.micro_batch; all others are free.
 
     Raises:
-        ConfigError: sizes that contradict each other, or no global batch.
+        ConfigError: sizes that contradict each other, a batch that is none, a ramp that does not lead to it.
     """
     check_model(config.model)
     hardware = hardware_of(config)
+    batch, length = _global_batch(config, hardware.devices), config.batch.sequence_length
+    course = plan_course(config.batch.ramp, BatchPlan(batch, 1, batch, 1, length))
     fixed = {
         key: getattr(config.parallel, key)
         for key in LAYOUT
@@ -45,13 +49,14 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     return Wish(
         model=config.model,
         hardware=hardware,
-        global_batch=_global_batch(config, hardware.devices),
-        sequence_length=config.batch.sequence_length,
+        global_batch=batch,
+        sequence_length=length,
         precision=config.precision.dtype,
         itemsize=ITEMSIZES[config.precision.dtype],
         stack=stack_of(config, hardware),
         fixed=fixed,
         context=config.parallel.context,
+        smaller=range(config.batch.ramp.start, batch, course.increment) if course.growths else range(0),
     )
 
 
