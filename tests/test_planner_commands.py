@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from fivefold.cli.main import main
+from fivefold.config.load import load
+from fivefold.planner.figures import gantt
+from fivefold.planner.jobs import job_of
 from fivefold.planner.validation import summary, validate
+from fivefold.render.gantt import gantt_text
 
 PLAN = """
 [model]
@@ -155,7 +159,14 @@ def test_a_plan_states_what_a_run_costs_where_the_cluster_has_a_price(
     assert run["price"] == pytest.approx(2.5 * run["device_hours"])
 
 
-RAMP = ["--set", "batch.ramp.start=4", "--set", "batch.ramp.increment=20", "--set", "batch.ramp.tokens=3000000"]
+RAMP = [
+    "--set",
+    "batch.ramp.start=4",
+    "--set",
+    "batch.ramp.increment=20",
+    "--set",
+    "batch.ramp.tokens=3000000",
+]
 
 
 def test_a_plan_carries_every_batch_of_a_ramp(
@@ -177,7 +188,14 @@ def test_a_plan_carries_every_batch_of_a_ramp(
     best.write_text(capsys.readouterr().out)
     seconds, left = 0.0, 1e9
     for stage in found["ramp"]:
-        size = ["--set", "batch.ramp.start=0", "--set", "batch.ramp.increment=0", "--set", "batch.ramp.tokens=0"]
+        size = [
+            "--set",
+            "batch.ramp.start=0",
+            "--set",
+            "batch.ramp.increment=0",
+            "--set",
+            "batch.ramp.tokens=0",
+        ]
         size += ["--set", f"batch.global_batch={stage['global_batch']}"]
         step = document(capsys, "estimate", str(best), "--json", *size)["time"]["step"]
         steps = stage["steps"] or left / (64 * 8192)
@@ -311,7 +329,7 @@ def test_pages_stand_alone(config: str, tmp_path: Path, capsys: pytest.CaptureFi
     for heading in (
         "Memory of each rank class",
         "Pipeline",
-        "Traffic",
+        "Its traffic, by axis and link",
         "Step time against memory",
         "Ranking",
     ):
@@ -320,7 +338,29 @@ def test_pages_stand_alone(config: str, tmp_path: Path, capsys: pytest.CaptureFi
         ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
     capsys.readouterr()
     schedule = ["--set", "parallel.pp=4", "--set", 'parallel.schedule="zbv"', "--set", "parallel.zero=1"]
-    main(["estimate", config, *schedule])
-    out = capsys.readouterr().out
-    assert "schedule zbv" in out
-    assert "F forward" in out
+    for recompute in ("none", "full"):  # under full a split backward leaves weight gradients nothing to do
+        main(["estimate", config, *schedule, "--set", f"parallel.recompute={recompute}"])
+        out = capsys.readouterr().out
+        assert "schedule zbv" in out
+        assert "F forward" in out
+
+
+def test_pictures_of_long_pipelines_show_both_ends(config: str) -> None:
+    """More ranks and actions than can be told apart: some ranks, the beginning and the end; nothing outside."""
+    sets = ["cluster.preset=8x8 h100", "parallel.pp=32", "parallel.zero=1", "batch.global_batch=256"]
+    for keys, panels in ((sets, 2), ([*sets, "batch.global_batch=64"], 1)):
+        found = gantt(job_of(load(config, keys)))
+        assert len(found["panels"]) == panels
+        assert found["panels"][0]["start"] == 0
+        assert found["panels"][-1]["end"] == found["makespan"]
+        for panel in found["panels"]:
+            assert [rank for rank, _ in panel["rows"]] == list(range(32))
+            for _, actions in panel["rows"]:
+                ends = [action[4] for action in actions]
+                assert all(start < panel["end"] and end > panel["start"] for *_, start, end in actions)
+                assert all(a <= b[3] * (1 + 1e-9) for a, b in zip(ends, actions[1:], strict=False))
+    many = gantt(
+        job_of(load(config, [*sets, "cluster.preset=17x2 h100", "parallel.pp=34", "parallel.zero=0"]))
+    )
+    assert [rank for rank, _ in many["panels"][0]["rows"]][-2:] == [32, 33]
+    assert len(gantt_text(many).splitlines()) == 1 + 18

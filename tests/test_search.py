@@ -120,7 +120,9 @@ def test_no_config_that_is_legal_beats_the_plan(experts: int, tmp_path: Path) ->
     lines = ["layers = 2", "hidden = 1024", "heads = 8", "kv_heads = 4", "ffn = 2816", "vocab = 8192"]
     routed = ["[model.experts]", f"count = {experts}", "top_k = 1", "ffn = 2816"]
     path.write_text(
-        "\n".join(["[model]", *lines, *routed, "[cluster]", 'preset = "1x4 a100"', "[batch]", "global_batch = 8"])
+        "\n".join(
+            ["[model]", *lines, *routed, "[cluster]", 'preset = "1x4 a100"', "[batch]", "global_batch = 8"]
+        )
     )
     base = load(str(path), ["precision.dtype=bf16"])
     best: dict[tuple[int, int, int, int], float] = {}

@@ -11,7 +11,7 @@ from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
 from fivefold.ledger.total import estimate
 from fivefold.planner import importing
-from fivefold.planner.document import course_of, document, run_cost, title_of
+from fivefold.planner.document import course_of, document, layout_text, run_cost, title_of
 from fivefold.planner.explain import explain, lines
 from fivefold.planner.figures import gantt
 from fivefold.planner.jobs import job_of
@@ -52,9 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     found = document(ledger)
     if arguments.tokens:
         found["run"] = run_cost(ledger, arguments.tokens, course_of(config, ledger.job))
-    picture = gantt(ledger.job) if ledger.job.pp > 1 else None
+    picture = gantt(ledger.job) if ledger.job.pp > 1 and (arguments.html or not arguments.json) else None
     if arguments.html:
-        Path(arguments.html).write_text(page(title_of(config), found, picture), encoding="utf-8")
+        text = page(title_of(config), layout_text(ledger.job), found, picture, found.get("run"))
+        Path(arguments.html).write_text(text, encoding="utf-8")
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:

@@ -13,7 +13,7 @@ from fivefold.config.tree import Config
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate
 from fivefold.planner.advice import neighbours, unfit
-from fivefold.planner.document import course_of, document, layout_of, run_cost, title_of
+from fivefold.planner.document import course_of, document, layout_of, layout_text, run_cost, title_of
 from fivefold.planner.export import accelerate, deepspeed, megatron, torchtitan
 from fivefold.planner.figures import front, gantt
 from fivefold.planner.search import Outcome, search
@@ -90,9 +90,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tokens:
         found["run"] = run_cost(estimate(best.job), arguments.tokens, course)
     if arguments.html:
-        best_gantt = gantt(best.job) if best.job.pp > 1 else None
         text = page(
-            title_of(config), found["best"], best_gantt, found["ranking"], found["neighbours"], front(wish)
+            title_of(config),
+            layout_text(best.job),
+            found["best"],
+            gantt(best.job) if best.job.pp > 1 else None,
+            found.get("run"),
+            found["ranking"],
+            found["neighbours"],
+            front(wish),
         )
         Path(arguments.html).write_text(text, encoding="utf-8")
     if arguments.json:

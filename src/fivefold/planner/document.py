@@ -31,6 +31,24 @@ def title_of(config: Config) -> str:
     return f"{model} on {config.cluster.preset or config.cluster.path or 'CPU ranks'}"
 
 
+def layout_text(job: Job) -> str:
+    """The layout and the batch in a line."""
+    chunks = f", {job.chunks} chunks a rank" if job.chunks > 1 else ""
+    parts = [
+        f"pp {job.pp} ({job.schedule}{chunks})" if job.pp > 1 else "pp 1",
+        f"dp {job.dp_replicate} × {job.dp_shard} (replicas × shards), zero {job.zero}",
+        f"cp {job.cp}",
+        f"tp {job.tp}" + (" with sequence parallel" if job.sequence_parallel else ""),
+        *([f"ep {job.ep}"] if job.ep > 1 else []),
+        f"recompute {job.recompute}",
+    ]
+    batch = job.micro_batch * job.microbatches * job.data_parallel
+    return (
+        f"{'; '.join(parts)}. Batch of {batch:,} sequences of {job.sequence_length:,} tokens in {job.precision}: "
+        f"micro-batch {job.micro_batch} × {job.microbatches} × {job.data_parallel} replicas"
+    )
+
+
 def layout_of(job: Job) -> dict[str, Any]:
     """The keys of `[parallel]` that make this job."""
     return {key: getattr(job, key) for key in LAYOUT}
