@@ -152,16 +152,14 @@ class _Costing:
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
-        self.known: dict[tuple[Shape, bool], tuple[Costs, Prices]] = {}
+        self.known: dict[Shape, tuple[Costs, Prices]] = {}
         self.messages: dict[tuple[Shape, int], float] = {}
 
     def of(self, series: Series) -> tuple[Costs, Prices]:
-        # A split backward recomputes twice, so its costs are its own.
-        split = series.group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD
-        found = self.known.get((series.shape, split))
+        found = self.known.get(series.shape)
         if found is None:
             cost = pipeline.costs(job_of(self.wish, Point(series, 1)))
-            found = self.known[series.shape, split] = (cost, Prices.of(cost))
+            found = self.known[series.shape] = (cost, Prices.of(cost))
         return found
 
     def message(self, point: Point) -> float:
