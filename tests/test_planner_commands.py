@@ -247,6 +247,13 @@ def test_batch_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> No
             "batch.sequence_length=1024",
         ),
         ("plan", "--set", "batch.sequence_length=262144"),
+        ("plan", "--set", "parallel.tp=0"),
+        ("plan", "--set", "parallel.tp=8", "--set", "parallel.pp=4"),
+        ("plan", "--set", "parallel.chunks=3", "--set", "parallel.schedule=zbv"),
+        ("plan", "--set", "parallel.chunks=2", "--set", "parallel.pp=1"),
+        ("plan", "--set", "parallel.zero=2", "--set", "parallel.dp_shard=1", "--set", "parallel.cp=1"),
+        ("plan", "--set", "batch.ramp.start=5"),
+        ("plan", "--html", "/none/1.html"),
         ("batch", "--budget", "-5"),
         ("batch", "--devices", "-1"),
         ("estimate", "--tokens", "-1"),
@@ -294,13 +301,27 @@ def test_validate_takes_other_rows(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "runs.tsv"
     head = "id source gpu n_gpus layers hidden ffn_hidden heads vocab seq_len tp pp dp micro_batch global_batch_seqs"
     cells = "a some H100-SXM-80GB 8 32 4096 14336 32 128256 8192 1 1 8 1 64"
+    several = "c some H100-SXM-80GB 8 32 4,096 14,336 32 128,256 8,192 1 1 8 1 64"
+    odd = "d some H100-SXM-80GB 8 32 4096 14336 32 128256 inf 0 1 8 1 64"
     other = "b some Abacus 8 32 4096 14336 32 128256 8192 1 1 8 1 64"
-    rows = [[*line.split(), last] for line, last in ((head, "step_time_s"), (cells, "9.0"), (other, "9.0"))]
+    rows = [
+        [*line.split(), last]
+        for line, last in (
+            (head, "step_time_s"),
+            (cells, "9.0"),
+            (other, "9.0"),
+            (several, "1.2.3"),
+            (several, "9.0"),
+            (odd, "9.0"),
+        )
+    ]
     path.write_text("\n".join("\t".join(row) for row in rows) + "\n")
     main(["validate", str(path), "--json"])
     found = json.loads(capsys.readouterr().out)["rows"]
     assert found[0]["predicted"] > 0
     assert found[1]["skipped"]
+    assert {row["predicted"] for row in found if row["id"] == "c"} == {found[0]["predicted"]}
+    assert found[-1]["skipped"] == "no seq_len"
     assert main(["validate", str(tmp_path / "none.tsv")]) == 2
 
 

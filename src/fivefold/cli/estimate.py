@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument, number
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, new_file, number
 from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
 from fivefold.ledger.total import estimate
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-hf", metavar="DIR", help="the model of a Hugging Face config.json")
     parser.add_argument("--from-accelerate", metavar="FILE", help="the layout of an accelerate config")
     parser.add_argument("--from-deepspeed", metavar="FILE", help="the layout of a DeepSpeed config")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with pictures")
     parser.add_argument(
         "--tokens", type=number, default=0.0, help="also say days and cost for so many tokens"
     )
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     picture = gantt(ledger.job) if ledger.job.pp > 1 and (arguments.html or not arguments.json) else None
     if arguments.html:
         text = page(title_of(config), layout_text(ledger.job), found, picture, found.get("run"))
-        Path(arguments.html).write_text(text, encoding="utf-8")
+        arguments.html.write_text(text, encoding="utf-8")
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:

@@ -4,10 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument, number, positive
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, new_file, number, positive
 from fivefold.config.load import dump, load, written_keys
 from fivefold.config.tree import Config
 from fivefold.ledger.job import Job
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("fivefold", *PEERS),
         help="print only the best layout: as a config that trains it, or in a peer's own form",
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with pictures")
     parser.epilog = (
         "Keys of [parallel] and batch.micro_batch that the config or --set writes are fixed; -1 and what is "
         "not written is free."
@@ -100,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             found["neighbours"],
             front(wish),
         )
-        Path(arguments.html).write_text(text, encoding="utf-8")
+        arguments.html.write_text(text, encoding="utf-8")
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:

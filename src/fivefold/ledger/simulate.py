@@ -34,6 +34,19 @@ class Timeline(NamedTuple):
     actions: tuple[tuple[Action, ...], ...] = ()  # per rank, with `trace`
     starts: tuple[tuple[float, ...], ...] = ()  # of the actions
 
+    def after(self, rounds: int, one_more: "Timeline") -> "Timeline":
+        """`rounds` rounds later, each of which adds what one more round did."""
+
+        def grown(now: float, then: float) -> float:
+            return now + rounds * (then - now)
+
+        return Timeline(
+            grown(self.makespan, one_more.makespan),
+            tuple(map(grown, self.busy, one_more.busy)),
+            tuple(map(grown, self.finished, one_more.finished)),
+            tuple(map(grown, self.peak_in_flight, one_more.peak_in_flight)),
+        )
+
     @property
     def bubble(self) -> float:
         """Idle seconds of the busiest rank: what the pipeline costs beyond its slowest rank's work."""
@@ -66,7 +79,18 @@ def simulate(
     if rest or chunks != schedules.chunks_of(name, chunks):
         raise ValueError(f"{len(times)} stage times for schedule {name} on {ranks} ranks")
     sizes = (1.0 / chunks,) * len(times) if weights is None else tuple(weights)
-    return _simulated(name, ranks, microbatches, tuple(times), message, sizes, trace)
+    few = least_alike(ranks, microbatches)
+    if trace or few == microbatches:
+        return _simulated(name, ranks, microbatches, tuple(times), message, sizes, trace)
+    one, two = (_simulated(name, ranks, m, tuple(times), message, sizes, False) for m in (few, few + ranks))
+    return one.after((microbatches - few) // ranks, two)
+
+
+def least_alike(ranks: int, microbatches: int) -> int:
+    """Micro-batches to simulate in place of very many: as many but for whole rounds of one a rank, which by then
+    are all alike."""
+    enough = max(2048, ranks * (ranks + 1))
+    return microbatches - max(0, microbatches - enough) // ranks * ranks
 
 
 @lru_cache(maxsize=64)
@@ -102,8 +126,11 @@ def held_at_once(
 ) -> tuple[tuple[int, ...], ...]:
     """What `rank` holds at its fullest: micro-batches of each of its stages, every combination that no other
     exceeds in all. Times do not matter, only the order of its list; rounds after the fourth repeat."""
-    if microbatches % ranks == 0 and name != "gpipe":
+    if name == "gpipe":
+        return ((microbatches,),)
+    if microbatches % ranks == 0:
         microbatches = min(microbatches, 4 * ranks)
+    microbatches = least_alike(ranks, microbatches)
     own = schedules.stages_of_rank(name, rank, ranks, chunks)
     place = {stage: index for index, stage in enumerate(own)}
     held = [0] * len(own)

@@ -7,7 +7,7 @@ import msgspec
 
 from fivefold.ledger import pipeline
 from fivefold.ledger.job import Job
-from fivefold.ledger.simulate import Timeline
+from fivefold.ledger.simulate import Timeline, least_alike
 from fivefold.ledger.total import estimate
 from fivefold.planner.search import search
 from fivefold.planner.space import Wish
@@ -25,7 +25,10 @@ def gantt(job: Job) -> dict[str, Any]:
     """The pipeline in time: `panels` of (start, end, rows of (rank, actions)). All of the step in one, or its
     beginning and its end where there are too many actions to tell apart; of many ranks evenly spaced ones."""
     built = pipeline.stages(job, pipeline.costs(job))
+    makespan = pipeline.timeline(job, built).makespan
+    job = replace(job, microbatches=least_alike(job.pp, job.microbatches))  # rounds that repeat are not drawn
     line = pipeline.timeline(job, built, trace=True)
+    late = makespan - line.makespan
     step = -(-job.pp // MOST_RANKS)
     shown = sorted({*range(0, job.pp, step), job.pp - 1})
     rows = {rank: _drawn(job, built, line, rank) for rank in shown}
@@ -33,19 +36,19 @@ def gantt(job: Job) -> dict[str, Any]:
     windows = [(0.0, line.makespan)]
     if 2 * span < line.makespan:
         windows = [(0.0, span), (line.makespan - span, line.makespan)]
+    panels = [_panel(rows, *window, late if window[0] else 0.0) for window in windows]
+    return {"schedule": job.schedule, "ranks": job.pp, "makespan": makespan, "panels": panels}
+
+
+def _panel(rows: dict[int, list[Drawn]], start: float, end: float, late: float) -> dict[str, Any]:
+    """What is done from `start` to `end`, all `late` seconds later."""
+    drawn = {rank: [a for a in own if a[3] < end and a[4] > start] for rank, own in rows.items()}
     return {
-        "schedule": job.schedule,
-        "ranks": job.pp,
-        "makespan": line.makespan,
-        "panels": [
-            {
-                "start": start,
-                "end": end,
-                "rows": [
-                    (rank, [a for a in own if a[3] < end and a[4] > start]) for rank, own in rows.items()
-                ],
-            }
-            for start, end in windows
+        "start": start + late,
+        "end": end + late,
+        "rows": [
+            (rank, [(kind, chunk, micro, a + late, b + late) for kind, chunk, micro, a, b in own])
+            for rank, own in drawn.items()
         ],
     }
 

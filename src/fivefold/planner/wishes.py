@@ -1,6 +1,7 @@
 """From a config to a wish, from a ranked layout back to a config that trains it."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import msgspec
@@ -39,12 +40,17 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
         fixed["micro_batch"] = config.batch.micro_batch
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         degree = fixed.get(axis, 1)
-        if isinstance(degree, int) and degree > 0 and hardware.devices % degree:
+        if degree < 1:
+            raise ConfigError(
+                f"parallel.{axis} = {degree}: expected at most {hardware.devices}, 1 at least, or -1"
+            )
+        if hardware.devices % degree:
             near = nearest_divisors(hardware.devices, degree)
             raise ConfigError(
                 f"parallel.{axis} = {degree}: does not divide the cluster's {hardware.devices} devices; "
                 f"nearest legal: {near}"
             )
+    _check_product(fixed, hardware.devices)
     _check_fixed(config, fixed)
     return Wish(
         model=config.model,
@@ -60,6 +66,19 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     )
 
 
+def _check_product(fixed: Mapping[str, Any], devices: int) -> None:
+    """Refuses degrees that together do not divide the cluster."""
+    degrees = {
+        axis: fixed[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if fixed.get(axis, 1) > 1
+    }
+    product = prod(degrees.values())
+    if devices % product:
+        raise ConfigError(
+            f"parallel.{' × '.join(degrees)} = {' × '.join(map(str, degrees.values()))} = {product}: does not divide "
+            f"the cluster's {devices} devices; nearest legal: {nearest_divisors(devices, product)}"
+        )
+
+
 def _check_fixed(config: Config, fixed: Mapping[str, Any]) -> None:
     """Refuses what no layout could have: a sequence longer than the model's positions, a tensor- or expert-parallel
     degree that the model does not divide by."""
@@ -68,8 +87,19 @@ def _check_fixed(config: Config, fixed: Mapping[str, Any]) -> None:
             f"batch.sequence_length = {config.batch.sequence_length}: longer than model.max_positions; "
             f"expected at most {config.model.max_positions}"
         )
-    tp, ep = fixed.get("tp", 1), fixed.get("ep", 1)
+    tp, ep, cp = fixed.get("tp", 1), fixed.get("ep", 1), fixed.get("cp", 1)
     check_layout(config.model, Parallel(tp=tp, ep=ep, dp_shard=ep), Mesh(tp=tp, dp_shard=ep))
+    together = dict(fixed)  # keys that may contradict one another, where all of them are fixed
+    if "tp" not in fixed:
+        together.pop("sequence_parallel", None)
+    if not {"dp_shard", "cp"} <= set(fixed) or ep > 1:
+        together.pop("zero", None)
+    shard = together.get("dp_shard", 1) if "zero" in together else ep
+    if "chunks" in fixed:
+        together = {"schedule": "interleaved", "pp": 2, **together}
+    keys = ("schedule", "chunks", "sequence_parallel", "zero")
+    parallel = Parallel(tp=tp, ep=ep, **{key: together[key] for key in keys if key in together})
+    check_layout(config.model, parallel, Mesh(pp=together.get("pp", 1), dp_shard=shard, cp=cp, tp=tp))
 
 
 def _global_batch(config: Config, devices: int) -> int:
