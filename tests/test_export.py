@@ -176,10 +176,14 @@ def test_hugging_face_models_are_the_presets(name: str, tmp_path: Path) -> None:
 def test_foreign_files_are_refused_in_one_line(config: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     (tmp_path / "bad.yaml").write_text("no colon here\n")
+    (tmp_path / "other.yaml").write_text("services:\n  web: 1\n")
+    (tmp_path / "section.json").write_text('{"zero_optimization": 3}')
     for words in (
         ["--from-hf", str(tmp_path)],
         ["--from-deepspeed", str(tmp_path / "none.json")],
+        ["--from-deepspeed", str(tmp_path / "section.json")],
         ["--from-accelerate", str(tmp_path / "bad.yaml")],
+        ["--from-accelerate", str(tmp_path / "other.yaml")],
     ):
         assert main(["estimate", config, *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from fivefold.cli.main import main
+from fivefold.config.load import load
+from fivefold.planner.figures import gantt
+from fivefold.planner.jobs import job_of
 from fivefold.planner.validation import summary, validate
+from fivefold.render.gantt import gantt_text
 
 PLAN = """
 [model]
@@ -155,6 +159,55 @@ def test_a_plan_states_what_a_run_costs_where_the_cluster_has_a_price(
     assert run["price"] == pytest.approx(2.5 * run["device_hours"])
 
 
+RAMP = [
+    "--set",
+    "batch.ramp.start=4",
+    "--set",
+    "batch.ramp.increment=20",
+    "--set",
+    "batch.ramp.tokens=3000000",
+]
+
+
+def test_a_plan_carries_every_batch_of_a_ramp(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best layout of the last batch cannot carry the first; the plan's can, trains, and says what it costs."""
+    free = document(capsys, "plan", config, "--json")
+    found = document(capsys, "plan", config, "--json", "--tokens", "1e9", *RAMP)
+    batches = [4, 24, 44, 64]
+    assert [stage["global_batch"] for stage in found["ramp"]] == batches
+    for item in found["ranking"]:
+        layout = item["parallel"]
+        unit = item["micro_batch"] * layout["dp_replicate"] * layout["dp_shard"]
+        assert all(batch % unit == 0 for batch in batches)
+    layout = free["best"]["parallel"]
+    assert 4 % (free["best"]["micro_batch"] * layout["dp_replicate"] * layout["dp_shard"])
+    assert main(["plan", config, "--emit", "fivefold", *RAMP]) == 0
+    best = tmp_path / "best.toml"
+    best.write_text(capsys.readouterr().out)
+    seconds, left = 0.0, 1e9
+    for stage in found["ramp"]:
+        size = [
+            "--set",
+            "batch.ramp.start=0",
+            "--set",
+            "batch.ramp.increment=0",
+            "--set",
+            "batch.ramp.tokens=0",
+        ]
+        size += ["--set", f"batch.global_batch={stage['global_batch']}"]
+        step = document(capsys, "estimate", str(best), "--json", *size)["time"]["step"]
+        steps = stage["steps"] or left / (64 * 8192)
+        seconds, left = seconds + steps * step, left - steps * stage["global_batch"] * 8192
+    assert found["run"]["days"] == pytest.approx(seconds / 86400)
+    assert main(["plan", config, *RAMP]) == 0
+    assert "ramp from 4 sequences, 20 more every 1,000,000 tokens" in capsys.readouterr().out
+    refused = document(capsys, "plan", config, "--json", *RAMP, "--set", "parallel.pp=1", "--set", "parallel.cp=1",
+                       "--set", "parallel.tp=1", code=1)  # fmt: skip
+    assert any("batch.ramp.increment = 20 is no multiple of" in line for line in refused["reasons"])
+
+
 def test_a_plan_that_cannot_be_says_what_would(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", config, "--json", "--set", 'model.preset="llama3-405b"']
     found = document(capsys, *words, code=1)
@@ -194,6 +247,13 @@ def test_batch_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> No
             "batch.sequence_length=1024",
         ),
         ("plan", "--set", "batch.sequence_length=262144"),
+        ("plan", "--set", "parallel.tp=0"),
+        ("plan", "--set", "parallel.tp=8", "--set", "parallel.pp=4"),
+        ("plan", "--set", "parallel.chunks=3", "--set", "parallel.schedule=zbv"),
+        ("plan", "--set", "parallel.chunks=2", "--set", "parallel.pp=1"),
+        ("plan", "--set", "parallel.zero=2", "--set", "parallel.dp_shard=1", "--set", "parallel.cp=1"),
+        ("plan", "--set", "batch.ramp.start=5"),
+        ("plan", "--html", "/none/1.html"),
         ("batch", "--budget", "-5"),
         ("batch", "--devices", "-1"),
         ("estimate", "--tokens", "-1"),
@@ -241,13 +301,27 @@ def test_validate_takes_other_rows(tmp_path: Path, capsys: pytest.CaptureFixture
     path = tmp_path / "runs.tsv"
     head = "id source gpu n_gpus layers hidden ffn_hidden heads vocab seq_len tp pp dp micro_batch global_batch_seqs"
     cells = "a some H100-SXM-80GB 8 32 4096 14336 32 128256 8192 1 1 8 1 64"
+    several = "c some H100-SXM-80GB 8 32 4,096 14,336 32 128,256 8,192 1 1 8 1 64"
+    odd = "d some H100-SXM-80GB 8 32 4096 14336 32 128256 inf 0 1 8 1 64"
     other = "b some Abacus 8 32 4096 14336 32 128256 8192 1 1 8 1 64"
-    rows = [[*line.split(), last] for line, last in ((head, "step_time_s"), (cells, "9.0"), (other, "9.0"))]
+    rows = [
+        [*line.split(), last]
+        for line, last in (
+            (head, "step_time_s"),
+            (cells, "9.0"),
+            (other, "9.0"),
+            (several, "1.2.3"),
+            (several, "9.0"),
+            (odd, "9.0"),
+        )
+    ]
     path.write_text("\n".join("\t".join(row) for row in rows) + "\n")
     main(["validate", str(path), "--json"])
     found = json.loads(capsys.readouterr().out)["rows"]
     assert found[0]["predicted"] > 0
     assert found[1]["skipped"]
+    assert {row["predicted"] for row in found if row["id"] == "c"} == {found[0]["predicted"]}
+    assert found[-1]["skipped"] == "no seq_len"
     assert main(["validate", str(tmp_path / "none.tsv")]) == 2
 
 
@@ -276,7 +350,7 @@ def test_pages_stand_alone(config: str, tmp_path: Path, capsys: pytest.CaptureFi
     for heading in (
         "Memory of each rank class",
         "Pipeline",
-        "Traffic",
+        "Its traffic, by axis and link",
         "Step time against memory",
         "Ranking",
     ):
@@ -285,7 +359,29 @@ def test_pages_stand_alone(config: str, tmp_path: Path, capsys: pytest.CaptureFi
         ElementTree.fromstring("<svg" + part.split("</svg>")[0] + "</svg>")
     capsys.readouterr()
     schedule = ["--set", "parallel.pp=4", "--set", 'parallel.schedule="zbv"', "--set", "parallel.zero=1"]
-    main(["estimate", config, *schedule])
-    out = capsys.readouterr().out
-    assert "schedule zbv" in out
-    assert "F forward" in out
+    for recompute in ("none", "full"):  # under full a split backward leaves weight gradients nothing to do
+        main(["estimate", config, *schedule, "--set", f"parallel.recompute={recompute}"])
+        out = capsys.readouterr().out
+        assert "schedule zbv" in out
+        assert "F forward" in out
+
+
+def test_pictures_of_long_pipelines_show_both_ends(config: str) -> None:
+    """More ranks and actions than can be told apart: some ranks, the beginning and the end; nothing outside."""
+    sets = ["cluster.preset=8x8 h100", "parallel.pp=32", "parallel.zero=1", "batch.global_batch=256"]
+    for keys, panels in ((sets, 2), ([*sets, "batch.global_batch=64"], 1)):
+        found = gantt(job_of(load(config, keys)))
+        assert len(found["panels"]) == panels
+        assert found["panels"][0]["start"] == 0
+        assert found["panels"][-1]["end"] == found["makespan"]
+        for panel in found["panels"]:
+            assert [rank for rank, _ in panel["rows"]] == list(range(32))
+            for _, actions in panel["rows"]:
+                ends = [action[4] for action in actions]
+                assert all(start < panel["end"] and end > panel["start"] for *_, start, end in actions)
+                assert all(a <= b[3] * (1 + 1e-9) for a, b in zip(ends, actions[1:], strict=False))
+    many = gantt(
+        job_of(load(config, [*sets, "cluster.preset=17x2 h100", "parallel.pp=34", "parallel.zero=0"]))
+    )
+    assert [rank for rank, _ in many["panels"][0]["rows"]][-2:] == [32, 33]
+    assert len(gantt_text(many).splitlines()) == 1 + 18

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fivefold.ledger.simulate import StageTimes, simulate
+from fivefold.ledger.simulate import StageTimes, least_alike, simulate
 from fivefold.spec import schedules
 from fivefold.spec.schedules import Action, Kind
 
@@ -180,3 +180,17 @@ def test_every_schedule_does_every_work_once_and_in_order(
     assert all(kinds in full for kinds in done.values())
     assert line.makespan >= max(line.busy) - 1e-9
     assert line.makespan >= sum(t.forward + t.input_grad for t in times) - 1e-9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_very_many_micro_batches_are_not_all_simulated(name: schedules.Name) -> None:
+    """Rounds repeat: the makespan of a million follows from that of a few thousand, exactly."""
+    chunks = schedules.chunks_of(name, 2)
+    times = [StageTimes(1 + stage % 3 / 7, 1.5 - stage % 2 / 5, 0.5) for stage in range(3 * chunks)]
+    lines = [simulate(name, 3, m, times, message=0.1) for m in (2040, 3 * 2040, 1_000_002)]
+    per_round = (lines[1].makespan - lines[0].makespan) / (2 * 2040)
+    assert lines[2].makespan == pytest.approx(lines[0].makespan + (1_000_002 - 2040) * per_round, rel=1e-9)
+    most = [max(line.peak_in_flight) for line in lines]
+    assert most == pytest.approx([2040, 6120, 1_000_002] if name == "gpipe" else most[:1] * 3)
+    assert least_alike(3, 2040) == 2040
+    assert least_alike(3, 1_000_002) % 3 == 0

@@ -1,5 +1,9 @@
 """The search equals brute force on spaces small enough to enumerate, is fast on large ones, and says why."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 
 import msgspec
@@ -7,15 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.config.errors import ConfigError
 from fivefold.config.load import load
-from fivefold.config.tree import Experts, Model
+from fivefold.config.tree import Config, Experts, Model
 from fivefold.ledger import hardware, pipeline
 from fivefold.ledger.job import Job, Stack
 from fivefold.ledger.total import estimate
+from fivefold.planner import jobs
 from fivefold.planner.advice import neighbours, unfit
 from fivefold.planner.bounds import Prices, alone, quick_bound
 from fivefold.planner.search import job_of, search
 from fivefold.planner.space import Point, Wish, data_layouts, groups, points, series_of, size
+from fivefold.planner.wishes import wish_of
 
 STACK = Stack(compute_copy=0, chunked_loss=True, fused_loss=True)
 SMALL = Model(layers=6, hidden=1024, heads=8, kv_heads=4, ffn=2816, vocab=8192, max_positions=4096)
@@ -74,6 +81,72 @@ def test_equals_brute_force(model: Model, kind: str, gib: float, batch: int) -> 
             ledger = estimate(job)
             assert ledger.fits
             assert ledger.time.step == pytest.approx(ranked.seconds, rel=1.001e-3)
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SCHEDULES = [(name, 1) for name in ("gpipe", "1f1b", "zb_h1", "zbv", "dualpipev")]
+SCHEDULES += [(name, chunks) for name in ("interleaved", "interleaved_zb") for chunks in (1, 2)]
+
+
+def every_config(base: Config, devices: int) -> Iterator[Config]:
+    """All values of all keys, with no idea of what is legal but that degrees multiply to the devices."""
+    for degrees in product((1, 2, 4), repeat=len(AXES)):
+        if prod(degrees) != devices:
+            continue
+        mesh = dict(zip(AXES, degrees, strict=True))
+        ways = SCHEDULES if mesh["pp"] > 1 else SCHEDULES[1:2]
+        for ep, zero, sp, (name, chunks), micro in product(
+            (1, 2), (0, 1, 2, 3), (False, True), ways, (1, 2, 4, 8)
+        ):
+            parallel = msgspec.structs.replace(
+                base.parallel,
+                **mesh,
+                ep=ep,
+                zero=zero,
+                sequence_parallel=sp,
+                schedule=name,
+                chunks=chunks,
+                recompute="elementwise",
+            )
+            batch = msgspec.structs.replace(base.batch, micro_batch=micro)
+            yield msgspec.structs.replace(base, parallel=parallel, batch=batch)
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_no_config_that_is_legal_beats_the_plan(experts: int, tmp_path: Path) -> None:
+    """Every config that `fivefold estimate` takes, of all there are: none is faster than the plan's best, and with
+    two layers stages without a layer are among them."""
+    path = tmp_path / "c.toml"
+    lines = ["layers = 2", "hidden = 1024", "heads = 8", "kv_heads = 4", "ffn = 2816", "vocab = 8192"]
+    routed = ["[model.experts]", f"count = {experts}", "top_k = 1", "ffn = 2816"]
+    path.write_text(
+        "\n".join(
+            ["[model]", *lines, *routed, "[cluster]", 'preset = "1x4 a100"', "[batch]", "global_batch = 8"]
+        )
+    )
+    base = load(str(path), ["precision.dtype=bf16"])
+    best: dict[tuple[int, int, int, int], float] = {}
+    legal = 0
+    for config in every_config(base, 4):
+        try:
+            job = jobs.job_of(config)
+        except ConfigError:
+            continue
+        legal += 1
+        ledger = estimate(job)
+        if ledger.fits:
+            key = job.pp, job.tp, job.cp, job.ep
+            best[key] = min(best.get(key, float("inf")), ledger.time.step)
+    assert legal > 400
+    assert len(best) >= (10 if not experts else 15)
+    fixed = ["precision.dtype=bf16", "parallel.recompute=elementwise"]
+    wished = wish_of(load(str(path), fixed), frozenset({"parallel.recompute"}))
+    for (pp, tp, cp, ep), seconds in best.items():
+        asked = {**wished.fixed, "pp": pp, "tp": tp, "cp": cp, "ep": ep}
+        found = search(replace(wished, fixed=asked), keep=1).ranking
+        assert found[0].seconds == pytest.approx(seconds), (pp, tp, cp, ep)
+    assert search(wished, keep=1).ranking[0].seconds == pytest.approx(min(best.values()))
+    assert any(pp == 4 for pp, *_ in best)  # more stages than layers
 
 
 @pytest.mark.parametrize("model", [SMALL, EXPERTS])

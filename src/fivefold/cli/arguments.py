@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from math import isfinite
+from pathlib import Path
 from typing import TypeVar
 
 from fivefold.config.errors import shortened
@@ -47,6 +48,14 @@ def positive(text: str) -> int:
 def number(text: str) -> float:
     """The type of an argument that measures: 0 or more, finite."""
     return _checked(text, float, lambda value: value >= 0 and isfinite(value), "a finite number ≥ 0")
+
+
+def new_file(text: str) -> Path:
+    """The type of an argument that names a file to write: its directory is there."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f'"{shortened(text)}": expected a file in a directory that exists')
+    return path
 
 
 def _checked(text: str, convert: Callable[[str], N], is_legal: Callable[[N], bool], what: str) -> N:

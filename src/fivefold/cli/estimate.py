@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument, number
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, new_file, number
 from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
 from fivefold.ledger.total import estimate
 from fivefold.planner import importing
 from fivefold.planner.compression import own_verdict
-from fivefold.planner.document import document, run_cost, title_of
+from fivefold.planner.document import course_of, document, layout_text, run_cost, title_of
 from fivefold.planner.explain import explain, lines
 from fivefold.planner.figures import gantt
 from fivefold.planner.jobs import job_of
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-hf", metavar="DIR", help="the model of a Hugging Face config.json")
     parser.add_argument("--from-accelerate", metavar="FILE", help="the layout of an accelerate config")
     parser.add_argument("--from-deepspeed", metavar="FILE", help="the layout of a DeepSpeed config")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with pictures")
     parser.add_argument(
         "--tokens", type=number, default=0.0, help="also say days and cost for so many tokens"
     )
@@ -52,10 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     found = document(ledger)
     if arguments.tokens:
-        found["run"] = run_cost(ledger, arguments.tokens)
-    picture = gantt(ledger.job) if ledger.job.pp > 1 else None
+        found["run"] = run_cost(ledger, arguments.tokens, course_of(config, ledger.job))
+    picture = gantt(ledger.job) if ledger.job.pp > 1 and (arguments.html or not arguments.json) else None
     if arguments.html:
-        Path(arguments.html).write_text(page(title_of(config), found, picture), encoding="utf-8")
+        text = page(title_of(config), layout_text(ledger.job), found, picture, found.get("run"))
+        arguments.html.write_text(text, encoding="utf-8")
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:

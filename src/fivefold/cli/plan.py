@@ -4,16 +4,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument, number, positive
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, new_file, number, positive
 from fivefold.config.load import dump, load, written_keys
 from fivefold.config.tree import Config
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate
 from fivefold.planner.advice import neighbours, unfit
-from fivefold.planner.document import document, layout_of, run_cost, title_of
+from fivefold.planner.document import course_of, document, layout_of, layout_text, run_cost, title_of
 from fivefold.planner.export import accelerate, deepspeed, megatron, torchtitan
 from fivefold.planner.figures import front, gantt
 from fivefold.planner.search import Outcome, search
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("fivefold", *PEERS),
         help="print only the best layout: as a config that trains it, or in a peer's own form",
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with pictures")
     parser.epilog = (
         "Keys of [parallel] and batch.micro_batch that the config or --set writes are fixed; -1 and what is "
         "not written is free."
@@ -84,18 +83,29 @@ def run(arguments: argparse.Namespace) -> int:
         _emit(config, best.job, arguments.emit)
         return 0
     found = _document(wish, outcome)
+    course = course_of(config, best.job)
+    if course.growths:
+        found["ramp"] = [{"global_batch": b.global_batch, "steps": steps} for b, steps in course.stages()]
     if arguments.tokens:
-        found["run"] = run_cost(estimate(best.job), arguments.tokens)
+        found["run"] = run_cost(estimate(best.job), arguments.tokens, course)
     if arguments.html:
-        best_gantt = gantt(best.job) if best.job.pp > 1 else None
         text = page(
-            title_of(config), found["best"], best_gantt, found["ranking"], found["neighbours"], front(wish)
+            title_of(config),
+            layout_text(best.job),
+            found["best"],
+            gantt(best.job) if best.job.pp > 1 else None,
+            found.get("run"),
+            found["ranking"],
+            found["neighbours"],
+            front(wish),
         )
-        Path(arguments.html).write_text(text, encoding="utf-8")
+        arguments.html.write_text(text, encoding="utf-8")
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
         print(_text(found))
+        if course.growths:
+            print(f"\n{course.reason}; the steps above are of the last batch")
         if arguments.tokens:
             print("\n" + cost_text(found["run"]))
     return 0
@@ -107,6 +117,8 @@ def _emit(config: Config, job: Job, peer: str) -> None:
         print(dump(config_of(config, job)), end="")
         return
     text, missing = PEERS[peer](job)
+    if ramp := course_of(config, job).summary:
+        missing.append(f"batch.ramp ({ramp}) here; what is written is its last batch")
     print(text, end="")
     for line in missing:
         print(f"fivefold: {peer} cannot express {line}", file=sys.stderr)
@@ -147,7 +159,7 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
             "accumulation": best.job.microbatches,
         },
         "ranking": ranking,
-        "neighbours": neighbours(best.job, best.time.step),
+        "neighbours": neighbours(best.job, best.time.step, wish.smaller),
     }
 
 

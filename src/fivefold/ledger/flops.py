@@ -1,16 +1,14 @@
 """FLOPs of one optimizer step, by convention. A multiply-add counts 2; a lookup counts 0.
 
-Model FLOPs are what the mathematics needs: 3 × forward (PaLM appendix B). Hardware FLOPs add what is computed
-again: full recompute the layers' forward, attention recompute the core, fused attention's backward its scores
-(5 matmuls against 4). Attention is counted causally (s(s+1)/2 pairs) or
-fully.
+Model FLOPs are what the mathematics needs: 3 × forward, as PaLM (Chowdhery 2022) counts. Hardware FLOPs add what
+is computed again: full recompute the layers' forward, attention recompute the core, fused attention's backward its
+scores (5 matmuls against 4). Attention is counted causally (s(s+1)/2 pairs) or fully.
 """
 
 from typing import Literal, NamedTuple
 
 from fivefold.config.tree import Model
 from fivefold.ledger.job import Job
-from fivefold.spec.schedules import SPLITS_BACKWARD
 from fivefold.spec.stages import layer_costs
 
 Convention = Literal["causal", "full"]
@@ -43,16 +41,16 @@ def model_flops(job: Job, convention: Convention = "causal") -> float:
 
 
 def hardware_flops(job: Job, convention: Convention = "causal") -> float:
-    """Of one step, over all ranks: what the devices execute (split backward recomputes twice)."""
+    """Of one step, over all ranks: what the devices execute. A split backward recomputes once: the core has no
+    weights, and where whole layers are recomputed the runtime does not split (parallel/pipeline.py)."""
     forward = forward_per_token(job.model, job.sequence_length, convention)
-    times = 2 if job.schedule in SPLITS_BACKWARD and job.pp > 1 else 1
     again = 0.0
     if job.recompute == "full":
-        again = (forward.layers + forward.core - _not_repeated(job)) * times
+        again = forward.layers + forward.core - _not_repeated(job)
     elif job.recompute == "attention" or (
         job.recompute == "elementwise" and job.stack.attention == "blocked"
     ):
-        again = forward.core * times
+        again = forward.core
     if job.stack.attention in ("flash", "fused"):
         again += forward.core / 2
     return model_flops(job, convention) + again * job.step_tokens

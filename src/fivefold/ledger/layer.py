@@ -9,7 +9,6 @@ from fivefold.ledger.operations import Layer, Matmul, head, layer
 from fivefold.ledger.roofline import core_seconds, matmul_seconds, stream_seconds
 from fivefold.ledger.simulate import StageTimes
 from fivefold.ledger.traffic import Row
-from fivefold.spec.schedules import SPLITS_BACKWARD
 
 
 class Work(NamedTuple):
@@ -52,10 +51,7 @@ def layer_work(job: Job, is_expert: bool) -> Work:
         again -= _matmul(job, work.matmuls[-1])
     if job.recompute == "full" and not job.stack.reruns_traffic:
         again += sum(r.exposed_seconds for r in rows if r.phase == "forward")
-    split = job.schedule in SPLITS_BACKWARD and job.pp > 1
-    return _host_bound(
-        job, work, Work(forward, backward + again, weights + (again if split else 0.0), tuple(rows))
-    )
+    return _host_bound(job, work, Work(forward, backward + again, weights, tuple(rows)))
 
 
 def _host_bound(job: Job, work: Layer, seconds: Work) -> Work:

@@ -5,7 +5,9 @@ message if it crosses ranks; a rank does its list in order. Under uneven stages,
 no formula for the bubble is right; with even ones a test holds the simulation to the known formulas.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from operator import le
 from typing import NamedTuple
@@ -31,6 +33,19 @@ class Timeline(NamedTuple):
     peak_in_flight: tuple[float, ...]  # per rank, in units of `weights`
     actions: tuple[tuple[Action, ...], ...] = ()  # per rank, with `trace`
     starts: tuple[tuple[float, ...], ...] = ()  # of the actions
+
+    def after(self, rounds: int, one_more: "Timeline") -> "Timeline":
+        """`rounds` rounds later, each of which adds what one more round did."""
+
+        def grown(now: float, then: float) -> float:
+            return now + rounds * (then - now)
+
+        return Timeline(
+            grown(self.makespan, one_more.makespan),
+            tuple(map(grown, self.busy, one_more.busy)),
+            tuple(map(grown, self.finished, one_more.finished)),
+            tuple(map(grown, self.peak_in_flight, one_more.peak_in_flight)),
+        )
 
     @property
     def bubble(self) -> float:
@@ -63,27 +78,45 @@ def simulate(
     chunks, rest = divmod(len(times), ranks)
     if rest or chunks != schedules.chunks_of(name, chunks):
         raise ValueError(f"{len(times)} stage times for schedule {name} on {ranks} ranks")
-    sizes = [1.0 / chunks] * len(times) if weights is None else list(weights)
-    order = _order(name, ranks, microbatches, chunks)
-    clock, peak, starts = _run(order, ranks, microbatches, times, message, sizes)
-    place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(len(times))]
+    sizes = (1.0 / chunks,) * len(times) if weights is None else tuple(weights)
+    few = least_alike(ranks, microbatches)
+    if trace or few == microbatches:
+        return _simulated(name, ranks, microbatches, tuple(times), message, sizes, trace)
+    one, two = (_simulated(name, ranks, m, tuple(times), message, sizes, False) for m in (few, few + ranks))
+    return one.after((microbatches - few) // ranks, two)
+
+
+def least_alike(ranks: int, microbatches: int) -> int:
+    """Micro-batches to simulate in place of very many: as many but for whole rounds of one a rank, which by then
+    are all alike."""
+    enough = max(2048, ranks * (ranks + 1))
+    return microbatches - max(0, microbatches - enough) // ranks * ranks
+
+
+@lru_cache(maxsize=64)
+def _simulated(
+    name: schedules.Name,
+    ranks: int,
+    microbatches: int,
+    times: tuple[StageTimes, ...],
+    message: float,
+    sizes: tuple[float, ...],
+    trace: bool,
+) -> Timeline:
+    """Remembered: layouts that only divide their data-parallel ranks differently share a timeline."""
+    work = _work(name, ranks, microbatches, len(times) // ranks)
+    clock, peak, starts = _run(work, microbatches, times, message, sizes)
     busy = [0.0] * ranks
-    for stage, rank in enumerate(place):
-        busy[rank] += microbatches * sum(times[stage])
-    traced: list[list[tuple[Action, float]]] = [[] for _ in range(ranks)]
-    if trace:
-        for step, start in zip(order, starts, strict=True):
-            traced[step.rank].append((step.action, start))
-            if step.partner:
-                own = times[step.action.stage][step.action.kind]
-                traced[step.rank].append((step.partner.action, start + own))
+    for stage, own in enumerate(times):
+        busy[schedules.rank_of_stage(name, stage, ranks)] += microbatches * sum(own)
+    actions = schedules.actions(name, ranks, microbatches, len(times) // ranks) if trace else []
     return Timeline(
         makespan=max(clock),
         busy=tuple(busy),
         finished=tuple(clock),
         peak_in_flight=tuple(peak),
-        actions=tuple(tuple(action for action, _ in own) for own in traced) if trace else (),
-        starts=tuple(tuple(start for _, start in own) for own in traced) if trace else (),
+        actions=tuple(map(tuple, actions)),
+        starts=tuple(map(tuple, starts)) if trace else (),
     )
 
 
@@ -93,8 +126,11 @@ def held_at_once(
 ) -> tuple[tuple[int, ...], ...]:
     """What `rank` holds at its fullest: micro-batches of each of its stages, every combination that no other
     exceeds in all. Times do not matter, only the order of its list; rounds after the fourth repeat."""
-    if microbatches % ranks == 0 and name != "gpipe":
+    if name == "gpipe":
+        return ((microbatches,),)
+    if microbatches % ranks == 0:
         microbatches = min(microbatches, 4 * ranks)
+    microbatches = least_alike(ranks, microbatches)
     own = schedules.stages_of_rank(name, rank, ranks, chunks)
     place = {stage: index for index, stage in enumerate(own)}
     held = [0] * len(own)
@@ -116,109 +152,113 @@ def held_at_once(
     return tuple(front)
 
 
-class _Step(NamedTuple):
-    """An action with the results it needs and makes, as indices into one table of end times."""
+_Step = tuple[int, int, int, bool, int, bool]
+"""An action: kind, stage, what it needs and whether that comes from another rank, what it makes, joined to the next.
 
-    rank: int
-    kind: int
-    stage: int
-    needs: int  # 0 is always there
-    crosses: bool  # what it needs comes from another rank
-    makes: int
-    action: Action
-    partner: "_Step | None"  # the action joined to it
+What is needed and made are indices into one table of end times: 0 is the start of the step, then come the ends of
+forwards by (stage, micro-batch), then of input gradients, then what nobody waits for.
+"""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses the collector of cycles, up to half of the time of what makes a million tuples and no cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @lru_cache(maxsize=128)
-def _order(name: schedules.Name, ranks: int, microbatches: int, chunks: int) -> tuple[_Step, ...]:
-    """All actions in an order in which each follows what it needs; no time changes it.
-
-    Raises RuntimeError if the ranks' lists wait for one another.
-    """
-    work = schedules.actions(name, ranks, microbatches, chunks)
+@collector_paused()
+def _work(name: schedules.Name, ranks: int, microbatches: int, chunks: int) -> tuple[list[_Step], ...]:
+    """Every rank's list; no time changes it."""
+    lists = schedules.actions(name, ranks, microbatches, chunks)
     place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
-    known = bytearray(2 * len(place) * microbatches + 2)
-    known[0] = 1
-    queues = [[_step(action, rank, place, microbatches) for action in own] for rank, own in enumerate(work)]
+    return tuple(_steps(own, rank, place, microbatches) for rank, own in enumerate(lists))
+
+
+def _steps(own: Sequence[Action], rank: int, place: Sequence[int], microbatches: int) -> list[_Step]:
+    gradients, last = len(place) * microbatches, len(place) - 1
+    from_before = [stage > 0 and place[stage - 1] != rank for stage in range(len(place))]
+    from_after = [stage < last and place[stage + 1] != rank for stage in range(len(place))]
     found: list[_Step] = []
-    done = [0] * ranks
-    progress = True
-    while progress:
-        progress = False
-        for rank, own in enumerate(queues):
-            start = position = done[rank]
-            end = len(own)
-            while position < end:
-                step = own[position]
-                if not known[step[3]]:  # needs
-                    break
-                if step[6][3]:  # joined to the next
-                    partner = own[position + 1]
-                    if not known[partner[3]]:
-                        break
-                    known[partner[5]] = 1
-                    step = step._replace(partner=partner)
-                    position += 1
-                known[step[5]] = 1  # makes
-                found.append(step)
-                position += 1
-            done[rank] = position
-            progress = progress or position > start
-    if any(end < len(own) for end, own in zip(done, queues, strict=True)):
-        raise RuntimeError("the schedule's lists wait for one another")
-    return tuple(found)
-
-
-def _step(action: Action, rank: int, place: Sequence[int], microbatches: int) -> _Step:
-    """Table: 0 nothing, then ends of forwards by (stage, micro-batch), then of input gradients, then waste."""
-    kind, stage, m, _ = action
-    gradients = len(place) * microbatches
-    forward = 1 + stage * microbatches + m
-    if kind is Kind.FORWARD:
-        needs, other, makes = (forward - microbatches, stage - 1, forward) if stage else (0, stage, forward)
-    elif kind is Kind.WEIGHT_GRAD:
-        needs, other, makes = forward + gradients, stage, 2 * gradients + 1
-    elif stage < len(place) - 1:
-        needs, other, makes = forward + gradients + microbatches, stage + 1, forward + gradients
-    else:
-        needs, other, makes = forward, stage, forward + gradients
-    fields = (rank, int(kind), stage, needs, place[other] != rank, makes, action, None)
-    return tuple.__new__(_Step, fields)
+    for kind, stage, microbatch, joined in own:
+        forward = 1 + stage * microbatches + microbatch
+        backward = forward + gradients
+        if kind is Kind.FORWARD:
+            needs = forward - microbatches if stage else 0
+            found.append((0, stage, needs, from_before[stage], forward, joined))
+        elif kind is Kind.WEIGHT_GRAD:
+            found.append((2, stage, backward, False, 2 * gradients + 1, joined))
+        else:
+            needs = backward + microbatches if stage < last else forward
+            found.append((int(kind), stage, needs, from_after[stage], backward, joined))
+    return found
 
 
 def _run(
-    order: Sequence[_Step],
-    ranks: int,
+    work: Sequence[Sequence[_Step]],
     microbatches: int,
     times: Sequence[StageTimes],
     message: float,
     sizes: Sequence[float],
-) -> tuple[list[float], list[float], list[float]]:
-    """(end of every rank, its most activations, start of every step) in one pass over the order."""
+) -> tuple[list[float], list[float], list[list[float]]]:
+    """(end of every rank, its most activations, starts of its actions): each rank in turn goes on until it waits
+    for another. Raises RuntimeError if the lists wait for one another."""
     durations = [(t.forward, t.input_grad, t.weight_grad, t.input_grad + t.weight_grad) for t in times]
-    ends = [0.0] * (2 * len(times) * microbatches + 2)
-    clock, held, peak = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
-    starts = []
-    for rank, kind, stage, needs, crosses, makes, _, partner in order:
-        start = ends[needs] + message if crosses else ends[needs]
-        if clock[rank] > start:
-            start = clock[rank]
-        if partner is not None:
-            start = max(start, ends[partner.needs] + (message if partner.crosses else 0.0))
-            held[rank] += sizes[stage]
-            peak[rank] = max(peak[rank], held[rank])
-            held[rank] -= sizes[partner.stage]
-            end = start + durations[stage][kind] + durations[partner.stage][partner.kind]
-            ends[partner.makes] = end
-        else:
-            end = start + durations[stage][kind]
-            if kind == 0:
-                held[rank] += sizes[stage]
-                if held[rank] > peak[rank]:
-                    peak[rank] = held[rank]
-            elif kind != 1:
-                held[rank] -= sizes[stage]
-        starts.append(start)
-        ends[makes] = end
-        clock[rank] = end
+    ends = [-1.0] * (2 * len(times) * microbatches + 2)
+    ends[0] = 0.0
+    clock, held, peak = ([0.0] * len(work) for _ in range(3))
+    starts: list[list[float]] = [[] for _ in work]
+    waiting = list(range(len(work)))
+    while waiting:
+        blocked = []
+        progress = False
+        for rank in waiting:
+            own, begun = work[rank], starts[rank]
+            position = first = len(begun)  # one start an action
+            now, holds, most = clock[rank], held[rank], peak[rank]
+            count = len(own)
+            while position < count:
+                kind, stage, needs, crosses, makes, joined = own[position]
+                start = ends[needs]
+                if start < 0.0:
+                    break
+                if crosses:
+                    start += message
+                if now > start:
+                    start = now
+                if joined:  # a forward, and a backward that begins when it ends
+                    kind_two, stage_two, needs_two, crosses_two, makes_two, _ = own[position + 1]
+                    if ends[needs_two] < 0.0:
+                        break
+                    start = max(start, ends[needs_two] + (message if crosses_two else 0.0))
+                    middle = start + durations[stage][kind]
+                    now = middle + durations[stage_two][kind_two]
+                    ends[makes] = ends[makes_two] = now
+                    begun += (start, middle)
+                    most = max(most, holds + sizes[stage])
+                    holds += sizes[stage] - sizes[stage_two]
+                    position += 2
+                    continue
+                now = ends[makes] = start + durations[stage][kind]
+                begun.append(start)
+                if kind == 0:
+                    holds += sizes[stage]
+                    if holds > most:
+                        most = holds
+                elif kind != 1:
+                    holds -= sizes[stage]
+                position += 1
+            clock[rank], held[rank], peak[rank] = now, holds, most
+            progress = progress or position > first
+            if position < count:
+                blocked.append(rank)
+        if blocked and not progress:
+            raise RuntimeError("the schedule's lists wait for one another")
+        waiting = blocked
     return clock, peak, starts

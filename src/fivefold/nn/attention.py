@@ -15,10 +15,7 @@ from fivefold.nn.norm import RMSNorm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.region import Projection
 from fivefold.nn.rotary import Rotary, apply_rotary
-
-KEPT_SEQUENCE = 2048
-"""On CPUs, the longest sequence whose attention probabilities are kept for backward; of longer ones torch's flash
-kernel computes them again, in memory that grows with the length and not with its square."""
+from fivefold.spec.sequence import keeps_probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
         `[batch, heads, sequence, head_dim]`.
     """
     batch, heads, sequence, head_dim = query.shape
-    if by_hand(query) and sequence <= KEPT_SEQUENCE:
+    if by_hand(query) and keeps_probabilities(sequence, sequence):
         return blocked_causal_attention(query, key, value, segments.documents)
     if segments.documents is None:
         return _flash(query, key, value)

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from fivefold.nn import blocked_attention as blocked
-from fivefold.nn.attention import KEPT_SEQUENCE, Core, Segments
+from fivefold.nn.attention import Core, Segments
 from fivefold.nn.blocked_attention import Piece, Visible
 from fivefold.parallel.cut import Cut
-from fivefold.spec.sequence import front_tokens
+from fivefold.spec.sequence import front_tokens, keeps_probabilities
 
 
 class Ring:
@@ -45,7 +45,7 @@ class Ring:
             return self.core(query, key, value, segments)
         kv_heads = key.shape[1]
         documents = blocked.per_head(segments.documents, kv_heads)
-        few = cut.length * cut.most <= KEPT_SEQUENCE**2
+        few = keeps_probabilities(cut.length, cut.most)
         exact = query.dtype in (torch.float32, torch.float64)
         keep = query.device.type == "cpu" and exact and few and not self.recompute
         flat = blocked.grouped(query, kv_heads), key.flatten(0, 1), value.flatten(0, 1)

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from fivefold.config.errors import ConfigError
+from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Parallel
 from fivefold.ledger.job import Job
-from fivefold.ledger.total import estimate
+from fivefold.ledger.total import Ledger, estimate
 from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.document import layout_of
-from fivefold.planner.search import SAME, Outcome, search
+from fivefold.planner.search import SAME, Outcome, Ranked, least_excess, search
 from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, nearest_batches
 from fivefold.render.units import change_text, seconds_text
 from fivefold.spec import schedules
@@ -21,9 +21,10 @@ from fivefold.spec.mesh import Mesh
 from fivefold.spec.synchronisation import serves
 
 
-def neighbours(best: Job, seconds: float) -> list[str]:
-    """One line for every layout one step away on one axis."""
-    lines = [f"{name}: {_verdict(best, changes, seconds)}" for name, changes in _steps(best)]
+def neighbours(best: Job, seconds: float, smaller: range = range(0)) -> list[str]:
+    """One line for every layout one step away on one axis; `smaller` are the batches of a ramp."""
+    ledger = estimate(best)
+    lines = [f"{name}: {_verdict(ledger, changes, seconds, smaller)}" for name, changes in _steps(best)]
     return lines + compression_verdicts(best)
 
 
@@ -54,38 +55,67 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"schedule {name} instead of {best.schedule}", {"schedule": name}
 
 
-def _verdict(best: Job, changes: dict[str, Any], seconds: float) -> str:
+def _verdict(old: Ledger, changes: dict[str, Any], seconds: float, smaller: range) -> str:
     """What one change does: slower by so much, too large by so much, or why it cannot be."""
     try:
-        job = _changed(best, changes)
+        job = _changed(old.job, changes)
+        _check_ramp(job, smaller)
     except ConfigError as error:
         return f"cannot be: {error}"
+    also = _also(old.job, job, changes)
+    excess, rank = least_excess(job)
+    if excess > 0:
+        return f"{also}does not fit, at least {excess / 2**30:.2f} GiB too much on pipeline rank {rank}"
     found = estimate(job)
     excess = found.fullest.memory.peak - job.hardware.device.memory
     if excess > 0:
         return f"does not fit, {excess / 2**30:.2f} GiB too much on pipeline rank {found.fullest.rank}"
-    old, change = estimate(best), found.time.step / seconds - 1
+    change = found.time.step / seconds - 1
     if abs(change) < SAME:
         more = found.fullest.memory.peak - old.fullest.memory.peak
         memory = f"memory {more / 2**30:+.2f} GiB" if abs(more) >= 2**30 / 200 else "and the same memory"
-        return f"the same step within {SAME:.1%}; {memory}"
+        return f"{also}the same step within {SAME:.1%}; {memory}"
     parts = {
         name: getattr(found.time, name) - getattr(old.time, name)
         for name in ("compute", "exposed_communication", "bubble", "optimizer")
     }
     cause = max(parts, key=lambda name: parts[name] if change >= 0 else -parts[name])
     return (
-        f"{seconds_text(found.time.step)} a step ({change:+.1%}); {cause.replace('_', ' ')} "
+        f"{also}{seconds_text(found.time.step)} a step ({change:+.1%}); {cause.replace('_', ' ')} "
         f"{change_text(parts[cause])}"
     )
 
 
+def _check_ramp(job: Job, smaller: range) -> None:
+    unit = job.micro_batch * job.data_parallel
+    for batch in smaller:
+        if batch % unit:
+            raise ConfigError(f"batch.ramp reaches {batch} sequences, no multiple of {unit}")
+        if job.pp > 1 and not schedules.is_legal(job.schedule, job.pp, batch // unit):
+            raise ConfigError(f"batch.ramp reaches {batch // unit} micro-batches, and {job.schedule} cannot")
+
+
+def _also(best: Job, job: Job, changes: dict[str, Any]) -> str:
+    """What had to change besides."""
+    found = []
+    if best.sequence_parallel != job.sequence_parallel and "sequence_parallel" not in changes:
+        found.append("sequence parallel off")
+    if best.zero != job.zero and "zero" not in changes:
+        found.append(f"zero {job.zero}")
+    return f"with {' and '.join(found)} " if found else ""
+
+
 def _changed(best: Job, changes: dict[str, Any]) -> Job:
-    """`best` with the changes; the data-parallel axes take what is left, the shards first."""
+    """`best` with the changes; the data-parallel axes take what is left, the shards first. What a degree of one
+    leaves nothing to split goes."""
     job = replace(best, **changes)
+    if job.tp == 1:
+        job = replace(job, sequence_parallel=False)
     ranks = best.world_size // (job.pp * job.cp * job.tp)
+    if ranks * job.cp == 1 and "zero" not in changes:
+        job = replace(job, zero=0)
     shard = ranks if job.zero else 1
-    if ranks % best.dp_shard == 0 and job.zero and best.zero:
+    if ranks % best.dp_shard == 0 and job.zero and best.zero and best.dp_shard * job.cp > 1:
         shard = min(best.dp_shard, ranks)
     job = replace(job, dp_shard=shard, dp_replicate=ranks // shard)
     batch = best.micro_batch * best.microbatches * best.data_parallel
@@ -121,6 +151,10 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
             f"{key} {value}" for key, value in layout_of(job).items() if value not in (1, 0, False)
         )
         lines.append(f"the nearest layout ({keys}) misses at least {missing / 2**30:.2f} GiB a device")
+    if wish.smaller:
+        steady = search(replace(wish, smaller=range(0)), keep=1)
+        if steady.ranking:
+            lines.append(_ramp_wish(wish, steady.ranking[0]))
     if wish.fixed:
         freed = search(replace(wish, fixed={}), keep=1)
         if freed.ranking:
@@ -141,6 +175,20 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
             )
             break
     return lines
+
+
+def _ramp_wish(wish: Wish, ranked: Ranked) -> str:
+    """What the ramp would have to be for the best layout without one."""
+    job = ranked.job
+    unit = job.micro_batch * job.data_parallel
+    asked = {"start": wish.smaller.start, "increment": wish.smaller.step}
+    wrong = [
+        f"batch.ramp.{key} = {value} is no multiple of micro-batch {job.micro_batch} × data-parallel "
+        f"{job.data_parallel}; nearest legal: {nearest_multiples(value, unit)}"
+        for key, value in asked.items()
+        if value % unit
+    ] or [f"schedule {job.schedule} on {job.pp} ranks does not exist for every batch of the ramp"]
+    return f"without batch.ramp it fits ({seconds_text(ranked.seconds)} a step): {'; '.join(wrong)}"
 
 
 def _no_layout(wish: Wish) -> str:

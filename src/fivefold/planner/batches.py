@@ -63,7 +63,7 @@ def degrees(config: Config, written: frozenset[str], devices: int) -> list[int]:
 def rates(config: Config, reference: int, target: int) -> list[Rate]:
     """Learning rates at `target` sequences for a rate tuned at `reference`.
 
-    linear: SGD, Goyal 2017 §2.1 (holds to 8k images there); sqrt: adaptive methods, Malladi 2022 §5.
+    linear: SGD, Goyal 2017 (holds to 8k images there); sqrt: adaptive methods, Malladi 2022.
     """
     ratio, lr, name = target / reference, config.optimizer.lr, config.optimizer.name
     linear = "for SGD (Goyal 2017)"
@@ -99,6 +99,6 @@ def warnings(config: Config, reference: int, target: int) -> list[str]:
 
 
 def step_seconds(wish: Wish, global_batch: int) -> float | None:
-    """Seconds of the best layout's step at a batch; None where nothing fits."""
-    found = search(replace(wish, global_batch=global_batch), keep=1)
+    """Seconds of the best layout's step at a batch that does not grow; None where nothing fits."""
+    found = search(replace(wish, global_batch=global_batch, smaller=range(0)), keep=1)
     return found.ranking[0].seconds if found.ranking else None

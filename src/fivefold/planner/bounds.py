@@ -7,10 +7,11 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from fivefold.config.tree import Model
+from fivefold.ledger.job import Job
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.shards import contents, parts
-from fivefold.ledger.simulate import StageTimes, held_at_once
+from fivefold.ledger.simulate import StageTimes, held_at_once, least_alike
 from fivefold.planner.space import Group, Point, Series, Wish
 from fivefold.spec import schedules
 from fivefold.spec.schedules import Action, Kind
@@ -148,6 +149,22 @@ def alone(
     ends later than in truth. `rank` does its list in order; what it sends comes back after the stages between,
     without a queue. One rank's work instead of all ranks', and within a few percent of the simulation.
     """
+    few = least_alike(ranks, microbatches)
+    one = _alone(name, ranks, few, times, message, rank)
+    if few == microbatches:
+        return one
+    two, rounds = _alone(name, ranks, few + ranks, times, message, rank), (microbatches - few) // ranks
+    return Ends(one.own + rounds * (two.own - one.own), one.first + rounds * (two.first - one.first))
+
+
+def _alone(
+    name: schedules.Name,
+    ranks: int,
+    microbatches: int,
+    times: Sequence[StageTimes],
+    message: float,
+    rank: int,
+) -> Ends:
     split = name in schedules.SPLITS_BACKWARD
     place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(len(times))]
     hops = [0.0, *(message * (a != b) for a, b in pairwise(place))]
@@ -211,11 +228,11 @@ def _through(
     return clock, returned
 
 
-def held_bytes(point: Point, built: Sequence[Stage], rank: int) -> float:
+def held_bytes(job: Job, built: Sequence[Stage], rank: int) -> float:
     """Bytes of activations in flight on a rank at its fullest, from the order of its work alone."""
-    own = schedules.stages_of_rank(point.schedule, rank, point.pp, point.chunks)
+    own = schedules.stages_of_rank(job.schedule, rank, job.pp, job.chunks)
     saved = [built[index].saved for index in own]
-    if point.pp == 1:
+    if job.pp == 1:
         return sum(saved)
-    together = held_at_once(point.schedule, point.pp, point.microbatches, point.chunks, rank)
+    together = held_at_once(job.schedule, job.pp, job.microbatches, job.chunks, rank)
     return max(sum(n * size for n, size in zip(counts, saved, strict=True)) for counts in together)

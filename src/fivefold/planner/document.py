@@ -7,6 +7,8 @@ from fivefold.config.tree import Config
 from fivefold.ledger import flops
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import Ledger, RankClass, estimate
+from fivefold.spec.batch import BatchPlan
+from fivefold.spec.ramp import BatchCourse, plan_course
 
 LAYOUT = (
     "pp",
@@ -27,6 +29,24 @@ def title_of(config: Config) -> str:
     """What a page is about: the model on the cluster."""
     model = config.model.preset or f"{config.model.layers} layers of {config.model.hidden}"
     return f"{model} on {config.cluster.preset or config.cluster.path or 'CPU ranks'}"
+
+
+def layout_text(job: Job) -> str:
+    """The layout and the batch in a line."""
+    chunks = f", {job.chunks} chunks a rank" if job.chunks > 1 else ""
+    parts = [
+        f"pp {job.pp} ({job.schedule}{chunks})" if job.pp > 1 else "pp 1",
+        f"dp {job.dp_replicate} × {job.dp_shard} (replicas × shards), zero {job.zero}",
+        f"cp {job.cp}",
+        f"tp {job.tp}" + (" with sequence parallel" if job.sequence_parallel else ""),
+        *([f"ep {job.ep}"] if job.ep > 1 else []),
+        f"recompute {job.recompute}",
+    ]
+    batch = job.micro_batch * job.microbatches * job.data_parallel
+    return (
+        f"{'; '.join(parts)}. Batch of {batch:,} sequences of {job.sequence_length:,} tokens in {job.precision}: "
+        f"micro-batch {job.micro_batch} × {job.microbatches} × {job.data_parallel} replicas"
+    )
 
 
 def layout_of(job: Job) -> dict[str, Any]:
@@ -126,9 +146,25 @@ def _at_mean_load(job: Job) -> list[dict[str, Any]]:
     return [_rank_class(item, 1.0) for item in estimate(replace(job, imbalance=1.0)).ranks]
 
 
-def run_cost(ledger: Ledger, tokens: float) -> dict[str, float]:
-    """Days, device-hours and price of training on `tokens`."""
-    seconds = tokens / ledger.job.step_tokens * ledger.time.step
+def course_of(config: Config, job: Job) -> BatchCourse:
+    """The batch of every step of a run with the layout of `job`."""
+    unit = job.micro_batch * job.data_parallel
+    last = BatchPlan(
+        unit * job.microbatches, job.micro_batch, job.microbatches, job.data_parallel, job.sequence_length
+    )
+    return plan_course(config.batch.ramp, last)
+
+
+def run_cost(ledger: Ledger, tokens: float, course: BatchCourse) -> dict[str, float]:
+    """Days, device-hours and price of training on `tokens`, the smaller batches of a ramp included."""
+    seconds, left = 0.0, tokens
+    for plan, steps in course.stages():
+        size = plan.global_batch_tokens
+        own = left if steps is None else min(left, float(steps * size))
+        last = plan.accumulation == ledger.job.microbatches
+        step = ledger if last else estimate(replace(ledger.job, microbatches=plan.accumulation))
+        seconds += own / size * step.time.step
+        left -= own
     hours = seconds / 3600 * ledger.job.world_size
     return {
         "tokens": tokens,

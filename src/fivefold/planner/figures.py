@@ -7,43 +7,92 @@ import msgspec
 
 from fivefold.ledger import pipeline
 from fivefold.ledger.job import Job
+from fivefold.ledger.simulate import Timeline, least_alike
+from fivefold.ledger.total import estimate
 from fivefold.planner.search import search
 from fivefold.planner.space import Wish
 from fivefold.spec.schedules import Kind
 
 LETTERS = {Kind.FORWARD: "F", Kind.INPUT_GRAD: "B", Kind.WEIGHT_GRAD: "W", Kind.BACKWARD: "B"}
+MOST_RANKS = 32
+MOST_ACTIONS = 192  # of one rank that can be told apart side by side
+
+Drawn = tuple[str, int, int, float, float]
+"""An action: kind's letter, chunk of its rank, micro-batch, start and end in seconds."""
 
 
-def gantt(job: Job, most_actions: int = 1600) -> dict[str, Any]:
-    """Every rank's actions: [kind letter, stage, micro-batch, start, end]; the first ones of each rank where
-    there are too many to draw."""
+def gantt(job: Job) -> dict[str, Any]:
+    """The pipeline in time: `panels` of (start, end, rows of (rank, actions)). All of the step in one, or its
+    beginning and its end where there are too many actions to tell apart; of many ranks evenly spaced ones."""
     built = pipeline.stages(job, pipeline.costs(job))
+    makespan = pipeline.timeline(job, built).makespan
+    job = replace(job, microbatches=least_alike(job.pp, job.microbatches))  # rounds that repeat are not drawn
     line = pipeline.timeline(job, built, trace=True)
-    rows: list[list[tuple[str, int, int, float, float]]] = []
-    each = max(72, most_actions // job.pp)
-    for own, starts in zip(line.actions, line.starts, strict=True):
-        row: list[tuple[str, int, int, float, float]] = []
-        for action, start in zip(own[:each], starts[:each], strict=True):
-            times = built[action.stage].times
-            length = (
-                times.input_grad + times.weight_grad if action.kind is Kind.BACKWARD else times[action.kind]
-            )
-            row.append((LETTERS[action.kind], action.stage, action.microbatch, start, start + length))
-        rows.append(row)
-    cut = any(len(own) > each for own in line.actions)
-    until = min(row[-1][4] for row in rows) if cut else line.makespan
-    return {"ranks": rows, "until": until, "makespan": line.makespan, "cut": cut, "schedule": job.schedule}
+    late = makespan - line.makespan
+    step = -(-job.pp // MOST_RANKS)
+    shown = sorted({*range(0, job.pp, step), job.pp - 1})
+    rows = {rank: _drawn(job, built, line, rank) for rank in shown}
+    span = _span(line)
+    windows = [(0.0, line.makespan)]
+    if 2 * span < line.makespan:
+        windows = [(0.0, span), (line.makespan - span, line.makespan)]
+    panels = [_panel(rows, *window, late if window[0] else 0.0) for window in windows]
+    return {"schedule": job.schedule, "ranks": job.pp, "makespan": makespan, "panels": panels}
+
+
+def _panel(rows: dict[int, list[Drawn]], start: float, end: float, late: float) -> dict[str, Any]:
+    """What is done from `start` to `end`, all `late` seconds later."""
+    drawn = {rank: [a for a in own if a[3] < end and a[4] > start] for rank, own in rows.items()}
+    return {
+        "start": start + late,
+        "end": end + late,
+        "rows": [
+            (rank, [(kind, chunk, micro, a + late, b + late) for kind, chunk, micro, a, b in own])
+            for rank, own in drawn.items()
+        ],
+    }
+
+
+def _drawn(job: Job, built: list[pipeline.Stage], line: Timeline, rank: int) -> list[Drawn]:
+    """What a rank does, in order; work without length is left out."""
+    chunk = {stage: number for number, stage in enumerate(pipeline.own_stages(job, rank))}
+    found = []
+    for action, start in zip(line.actions[rank], line.starts[rank], strict=True):
+        times = built[action.stage].times
+        whole = action.kind is Kind.BACKWARD
+        length = times.input_grad + times.weight_grad if whole else times[action.kind]
+        if length > 0:
+            place = chunk[action.stage], action.microbatch
+            found.append((LETTERS[action.kind], *place, start, start + length))
+    return found
+
+
+def _span(line: Timeline) -> float:
+    """Seconds to show at either end of a step: as many actions as can be told apart, and the first rank's wait
+    for its first backward."""
+    most = max(map(len, line.actions))
+    if most <= MOST_ACTIONS:
+        return line.makespan
+    actions = zip(line.actions[0], line.starts[0], strict=True)
+    first_backward = next(start for action, start in actions if action.kind is not Kind.FORWARD)
+    return max(line.makespan * MOST_ACTIONS / 2 / most, 1.4 * first_backward)
 
 
 def front(wish: Wish, parts: int = 8) -> list[dict[str, float]]:
-    """The best step under every part of the device's memory: the Pareto front of time against memory."""
+    """Step time against memory: the best layout under every part of the device's memory, with the memory it
+    needs; each is faster than those that need less."""
     capacity = wish.hardware.device.memory
-    found = []
+    found: list[dict[str, float]] = []
     for part in range(parts, 0, -1):
-        device = msgspec.structs.replace(wish.hardware.device, memory=int(capacity * part / parts))
+        most = capacity * part / parts
+        if found and found[-1]["memory"] <= most:
+            continue
+        device = msgspec.structs.replace(wish.hardware.device, memory=int(most))
         less = replace(wish, hardware=msgspec.structs.replace(wish.hardware, device=device))
         best = search(less, keep=1).ranking
         if not best:
             break
-        found.append({"memory": capacity * part / parts, "step": best[0].seconds})
+        if found and best[0].seconds <= found[-1]["step"]:
+            found.pop()
+        found.append({"memory": estimate(best[0].job).fullest.memory.peak, "step": best[0].seconds})
     return found

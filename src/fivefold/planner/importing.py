@@ -17,10 +17,25 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def _section(path: Path, raw: dict[str, Any], name: str) -> dict[str, Any]:
+    found = raw.get(name, {})
+    if not isinstance(found, dict):
+        raise BadInput(f"{path}: {name} = {found!r}: expected a section of keys")
+    return found
+
+
+def _check_known(path: Path, raw: dict[str, Any], known: tuple[str, ...]) -> None:
+    if not set(known) & set(raw):
+        raise BadInput(f"{path}: none of the keys read here ({', '.join(known)}); is it such a config?")
+
+
 def deepspeed(path: Path) -> list[str]:
     """Overrides of a DeepSpeed config, as `--set` takes them."""
     raw = _read_json(path)
-    stage = raw.get("zero_optimization", {}).get("stage", 0)
+    _check_known(
+        path, raw, ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16")
+    )
+    stage = _section(path, raw, "zero_optimization").get("stage", 0)
     found = [f"parallel.zero={stage}", f"parallel.{'dp_shard' if stage else 'dp_replicate'}=-1"]
     if not stage:
         found.append("parallel.dp_shard=1")
@@ -29,9 +44,9 @@ def deepspeed(path: Path) -> list[str]:
     if isinstance(batch := raw.get("train_batch_size"), int):
         found.append(f"batch.global_batch={batch}")
     for precision in ("bf16", "fp16"):
-        if raw.get(precision, {}).get("enabled") is True:
+        if _section(path, raw, precision).get("enabled") is True:
             found.append(f"precision.dtype={precision}")
-    if tp := raw.get("tensor_parallel", {}).get("autotp_size"):
+    if tp := _section(path, raw, "tensor_parallel").get("autotp_size"):
         found.append(f"parallel.tp={tp}")
     return found
 
@@ -39,8 +54,8 @@ def deepspeed(path: Path) -> list[str]:
 def accelerate(path: Path) -> list[str]:
     """Overrides of an accelerate config (its YAML: keys and values, one level of sections; or JSON)."""
     raw = _read_json(path) if path.suffix == ".json" else _flat_yaml(path)
-    fsdp = raw.get("fsdp_config", {})
-    axes = raw.get("parallelism_config", {})
+    _check_known(path, raw, ("distributed_type", "fsdp_config", "parallelism_config", "mixed_precision"))
+    fsdp, axes = _section(path, raw, "fsdp_config"), _section(path, raw, "parallelism_config")
     sharded = raw.get("distributed_type") == "FSDP"
     reshard = str(fsdp.get("fsdp_reshard_after_forward", "true")).lower() in ("true", "full_shard")
     found = [f"parallel.zero={(3 if reshard else 2) if sharded else 0}"]

@@ -10,12 +10,9 @@ from fivefold.ledger.job import Job, Stack
 from fivefold.spec import schedules
 from fivefold.spec.legal import resolve_config
 from fivefold.spec.mesh import resolve
-from fivefold.spec.sequence import most_tokens
+from fivefold.spec.sequence import keeps_probabilities, most_tokens
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
-
-
-KEPT_SEQUENCE = 2048  # longest sequence for which nn/attention.py keeps probabilities on CPUs
 
 
 def stack_of(config: Config, on: Hardware) -> Stack:
@@ -30,7 +27,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     by_hand = on.device.is_cpu and item >= 4  # as nn/by_hand.py has it
     length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
     seen = most_tokens(length, cp) if config.parallel.context == "ring" else length
-    blocked = by_hand and length * seen <= KEPT_SEQUENCE**2 and not config.model.latent.kv_rank
+    blocked = by_hand and keeps_probabilities(length, seen) and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
         by_hand=by_hand,

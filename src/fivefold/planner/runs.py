@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Mapping
+from math import inf, isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,21 +54,23 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def number(row: Row, column: str) -> float | None:
-    """A column's number, or None where it has none ("12 (README)" is 12)."""
-    found = re.match(r"\s*>?=?\s*([\d.]+(?:e[+-]?\d+)?)", row.get(column, "") or "")
-    return float(found[1]) if found else None
+    """A column's number, or None where it has none ("12 (README)" is 12, "1,024" is 1024)."""
+    digits = r"\s*[>~]?=?\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(e[+-]?\d+)?"
+    found = re.match(digits, row.get(column, "") or "", re.IGNORECASE)
+    value = float(found[1].replace(",", "") + (found[2] or "")) if found else inf
+    return value if isfinite(value) else None
 
 
 def _need(row: Row, column: str) -> int:
     value = number(row, column)
-    if value is None:
+    if not value:  # nor is any of them 0
         raise Missing(column)
     return int(value)
 
 
 def _or(row: Row, column: str, default: int) -> int:
     value = number(row, column)
-    return default if value is None else int(value)
+    return int(value) if value else default
 
 
 def model_of(row: Row) -> Model:

@@ -9,10 +9,8 @@
    once for all divisions.
 """
 
-import gc
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
@@ -22,6 +20,7 @@ from fivefold.ledger import pipeline, total
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.shards import Share
+from fivefold.ledger.simulate import collector_paused
 from fivefold.planner.bounds import (
     Prices,
     alone,
@@ -153,16 +152,14 @@ class _Costing:
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
-        self.known: dict[tuple[Shape, bool], tuple[Costs, Prices]] = {}
+        self.known: dict[Shape, tuple[Costs, Prices]] = {}
         self.messages: dict[tuple[Shape, int], float] = {}
 
     def of(self, series: Series) -> tuple[Costs, Prices]:
-        # A split backward recomputes twice, so its costs are its own.
-        split = series.group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD
-        found = self.known.get((series.shape, split))
+        found = self.known.get(series.shape)
         if found is None:
             cost = pipeline.costs(job_of(self.wish, Point(series, 1)))
-            found = self.known[series.shape, split] = (cost, Prices.of(cost))
+            found = self.known[series.shape] = (cost, Prices.of(cost))
         return found
 
     def message(self, point: Point) -> float:
@@ -197,21 +194,9 @@ class Bounded(NamedTuple):
 def search(wish: Wish, keep: int = 10) -> Outcome:
     """The `keep` fastest lines of layouts that fit, best bound first."""
     start = perf_counter()
-    with _no_cycles():
+    with collector_paused():
         found = _searched(wish, keep)
     return found.outcome(perf_counter() - start)
-
-
-@contextmanager
-def _no_cycles() -> Iterator[None]:
-    """Pauses the collector of cycles, a fifth of a search's time: it makes millions of tuples, and no cycle."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _searched(wish: Wish, keep: int) -> _Found:
@@ -276,7 +261,7 @@ def _ready(wish: Wish, point: Point, costing: _Costing, found: _Found) -> Iterat
     cost = costing.of(point.series)[0]
     plain = job_of(wish, point)
     built = pipeline.stages(plain, cost)
-    held = {rank: held_bytes(point, built, rank) for rank in {0, min(1, plain.pp - 1), plain.pp - 1}}
+    held = _held_by_ends(plain, built)
     shares = {rank: pipeline.rank_share(plain, built, rank) for rank in held}
     layouts = []
     too_large: set[int] = set()  # zero stages that do not fit on the most shards fit on no fewer
@@ -339,6 +324,21 @@ def _simulated(bounded: Bounded, found: _Found) -> list[tuple[float, Job]]:
         else:
             layouts.append((total.slowest(job, ready.built, line, exact)[0] + job.physics.step, job))
     return layouts
+
+
+def _held_by_ends(job: Job, built: list[Stage]) -> dict[int, float]:
+    """Bytes of activations in flight on the first two pipeline ranks and on the last."""
+    return {rank: held_bytes(job, built, rank) for rank in {0, min(1, job.pp - 1), job.pp - 1}}
+
+
+def least_excess(job: Job) -> tuple[float, int]:
+    """(bytes, pipeline rank): by how much the fullest of the first two ranks and the last exceeds the device, from
+    the order of their work alone; not positive where all three fit."""
+    cost = pipeline.costs(job)
+    built = pipeline.stages(job, cost)
+    held = _held_by_ends(job, built)
+    shares = {rank: pipeline.padded_share(job, built, rank) for rank in held}
+    return max((_missing(job, cost, shares, {rank: size}), rank) for rank, size in held.items())
 
 
 def _missing(job: Job, cost: Costs, shares: Mapping[int, Share], held: Mapping[int, float]) -> float:

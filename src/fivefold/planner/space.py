@@ -12,6 +12,7 @@ from fivefold.ledger.job import Stack
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
+from fivefold.spec.stages import most_stages
 from fivefold.spec.synchronisation import serves
 
 RECOMPUTE = ("none", "attention", "elementwise", "full")
@@ -30,7 +31,8 @@ SCHEDULES: tuple[schedules.Name, ...] = (
 class Wish:
     """What is to be planned: a model on a cluster with a batch; `fixed` holds axes that may not move.
 
-    Keys of `fixed`: those of `[parallel]`, and "micro_batch".
+    Keys of `fixed`: those of `[parallel]`, and "micro_batch". `smaller` are the batches of a ramp up to
+    `global_batch`: a layout must carry them too, its step is that of the last.
     """
 
     model: Model
@@ -42,6 +44,16 @@ class Wish:
     stack: Stack
     fixed: Mapping[str, Any] = field(default_factory=dict)
     context: str = "ring"
+    smaller: range = range(0)
+
+    def carries(self, unit: int) -> bool:
+        """Whether micro-batches of `unit` sequences over all replicas make up every batch."""
+        return all(batch % unit == 0 for batch in (self.global_batch, *self.smaller[:2]))
+
+    def can_run(self, schedule: schedules.Name, pp: int, unit: int) -> bool:
+        """Whether the schedule exists for the micro-batches of every batch."""
+        batches = (self.global_batch, *self.smaller)
+        return all(schedules.is_legal(schedule, pp, batch // unit) for batch in batches)
 
     def allows(self, key: str, value: Any) -> bool:
         return key not in self.fixed or self.fixed[key] == value
@@ -156,8 +168,8 @@ def series_of(wish: Wish, group: Group) -> Iterator[Series]:
             name
             for name in SCHEDULES
             if wish.allows("schedule", name)
-            and schedules.is_legal(name, group.pp, group.microbatches)
-            and group.pp * schedules.chunks_of(name, 2) <= wish.model.layers
+            and wish.can_run(name, group.pp, wish.global_batch // group.microbatches)
+            and group.pp * schedules.chunks_of(name, 2) <= most_stages(wish.model)
         ]
     for name in names:
         for mode in modes(wish):
@@ -172,7 +184,7 @@ def points(wish: Wish, series: Series) -> Iterator[Point]:
         if fixed in (0, 1, own):
             yield Point(series, own)
         return
-    for chunks in range(2, wish.model.layers // pp + 1):
+    for chunks in range(2, most_stages(wish.model) // pp + 1):
         if fixed in (0, chunks):
             yield Point(series, chunks)
 
@@ -184,14 +196,15 @@ def groups(wish: Wish) -> Iterator[Group]:
     for tp in legal_tp(wish):
         sequence = [s for s in ((False, True) if tp > 1 else (False,)) if wish.allows("sequence_parallel", s)]
         for pp in _allowed(wish, "pp", divisors(world // tp)):
-            if pp > wish.model.layers:
+            if pp > most_stages(wish.model):
                 continue
             for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
                 replicas = world // tp // pp // cp
-                if cp > wish.sequence_length or wish.global_batch % replicas or not _legal_cp(wish, cp, tp):
+                if cp > wish.sequence_length or not wish.carries(replicas) or not _legal_cp(wish, cp, tp):
                     continue
                 share = wish.global_batch // replicas
-                for micro in _allowed(wish, "micro_batch", divisors(share)):
+                micros = [micro for micro in divisors(share) if wish.carries(replicas * micro)]
+                for micro in _allowed(wish, "micro_batch", micros):
                     for ep in legal_ep(wish, replicas * cp):
                         for sp in sequence:
                             shape = Shape(tp, sp, cp, ep, micro, cheapest)
@@ -204,7 +217,7 @@ def nearest_batches(wish: Wish) -> list[int]:
     world, micro, least = wish.hardware.devices, wish.fixed.get("micro_batch", 1), set()
     for tp in legal_tp(wish):
         for pp in _allowed(wish, "pp", divisors(world // tp)):
-            if pp <= wish.model.layers:
+            if pp <= most_stages(wish.model):
                 for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
                     if cp <= wish.sequence_length and _legal_cp(wish, cp, tp):
                         least.add(world // tp // pp // cp * micro)

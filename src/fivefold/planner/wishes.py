@@ -1,6 +1,7 @@
 """From a config to a wish, from a ranked layout back to a config that trains it."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import msgspec
@@ -11,8 +12,10 @@ from fivefold.ledger.job import Job
 from fivefold.planner.document import LAYOUT, layout_of
 from fivefold.planner.jobs import ITEMSIZES, hardware_of, stack_of
 from fivefold.planner.space import Wish, nearest_divisors
+from fivefold.spec.batch import BatchPlan
 from fivefold.spec.legal import check_layout, check_model
 from fivefold.spec.mesh import Mesh
+from fivefold.spec.ramp import plan_course
 
 FREE_BY_DEFAULT = Parallel()
 
@@ -22,10 +25,12 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     and so is batch.micro_batch; all others are free.
 
     Raises:
-        ConfigError: sizes that contradict each other, or no global batch.
+        ConfigError: sizes that contradict each other, a batch that is none, a ramp that does not lead to it.
     """
     check_model(config.model)
     hardware = hardware_of(config)
+    batch, length = _global_batch(config, hardware.devices), config.batch.sequence_length
+    course = plan_course(config.batch.ramp, BatchPlan(batch, 1, batch, 1, length))
     fixed = {
         key: getattr(config.parallel, key)
         for key in LAYOUT
@@ -35,24 +40,43 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
         fixed["micro_batch"] = config.batch.micro_batch
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
         degree = fixed.get(axis, 1)
-        if isinstance(degree, int) and degree > 0 and hardware.devices % degree:
+        if degree < 1:
+            raise ConfigError(
+                f"parallel.{axis} = {degree}: expected at most {hardware.devices}, 1 at least, or -1"
+            )
+        if hardware.devices % degree:
             near = nearest_divisors(hardware.devices, degree)
             raise ConfigError(
                 f"parallel.{axis} = {degree}: does not divide the cluster's {hardware.devices} devices; "
                 f"nearest legal: {near}"
             )
+    _check_product(fixed, hardware.devices)
     _check_fixed(config, fixed)
     return Wish(
         model=config.model,
         hardware=hardware,
-        global_batch=_global_batch(config, hardware.devices),
-        sequence_length=config.batch.sequence_length,
+        global_batch=batch,
+        sequence_length=length,
         precision=config.precision.dtype,
         itemsize=ITEMSIZES[config.precision.dtype],
         stack=stack_of(config, hardware),
         fixed=fixed,
         context=config.parallel.context,
+        smaller=range(config.batch.ramp.start, batch, course.increment) if course.growths else range(0),
     )
+
+
+def _check_product(fixed: Mapping[str, Any], devices: int) -> None:
+    """Refuses degrees that together do not divide the cluster."""
+    degrees = {
+        axis: fixed[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if fixed.get(axis, 1) > 1
+    }
+    product = prod(degrees.values())
+    if devices % product:
+        raise ConfigError(
+            f"parallel.{' × '.join(degrees)} = {' × '.join(map(str, degrees.values()))} = {product}: does not divide "
+            f"the cluster's {devices} devices; nearest legal: {nearest_divisors(devices, product)}"
+        )
 
 
 def _check_fixed(config: Config, fixed: Mapping[str, Any]) -> None:
@@ -63,8 +87,19 @@ def _check_fixed(config: Config, fixed: Mapping[str, Any]) -> None:
             f"batch.sequence_length = {config.batch.sequence_length}: longer than model.max_positions; "
             f"expected at most {config.model.max_positions}"
         )
-    tp, ep = fixed.get("tp", 1), fixed.get("ep", 1)
+    tp, ep, cp = fixed.get("tp", 1), fixed.get("ep", 1), fixed.get("cp", 1)
     check_layout(config.model, Parallel(tp=tp, ep=ep, dp_shard=ep), Mesh(tp=tp, dp_shard=ep))
+    together = dict(fixed)  # keys that may contradict one another, where all of them are fixed
+    if "tp" not in fixed:
+        together.pop("sequence_parallel", None)
+    if not {"dp_shard", "cp"} <= set(fixed) or ep > 1:
+        together.pop("zero", None)
+    shard = together.get("dp_shard", 1) if "zero" in together else ep
+    if "chunks" in fixed:
+        together = {"schedule": "interleaved", "pp": 2, **together}
+    keys = ("schedule", "chunks", "sequence_parallel", "zero")
+    parallel = Parallel(tp=tp, ep=ep, **{key: together[key] for key in keys if key in together})
+    check_layout(config.model, parallel, Mesh(pp=together.get("pp", 1), dp_shard=shard, cp=cp, tp=tp))
 
 
 def _global_batch(config: Config, devices: int) -> int:

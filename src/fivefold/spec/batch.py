@@ -76,8 +76,8 @@ def _check_multiple(key: str, value: int, unit: int, factors: str) -> None:
 def peak_learning_rate(optimizer: Optimizer, global_batch: int) -> float:
     """The learning rate after warmup, scaled from the batch it was tuned at.
 
-    linear: lr · B/B_ref (Goyal et al. 2017, §2.1); sqrt: lr · √(B/B_ref), for adaptive methods
-    (Malladi et al. 2022, §5).
+    linear: lr · B/B_ref (Goyal et al. 2017); sqrt: lr · √(B/B_ref), for adaptive methods
+    (Malladi et al. 2022).
     """
     ratio = global_batch / (optimizer.lr_reference_batch or global_batch)
     return optimizer.lr * {"none": 1.0, "linear": ratio, "sqrt": sqrt(ratio)}[optimizer.lr_scaling]

@@ -12,6 +12,7 @@ from fivefold.spec.mesh import Mesh, resolve
 from fivefold.spec.ramp import BatchCourse, plan_course
 from fivefold.spec.schedules import chunks_of, is_legal, nearest_legal
 from fivefold.spec.sequence import Span, spans
+from fivefold.spec.stages import most_stages
 from fivefold.spec.synchronisation import PROGRAMS, serves
 
 MOST_DIVISOR = 1 << 16
@@ -289,10 +290,10 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
             f"parallel.chunks = {parallel.chunks}: schedule {parallel.schedule} has {own} a rank; "
             f'set chunks = {own}, or schedule = "interleaved"'
         )
-    if mesh.pp > 1 and mesh.pp * own > model.layers + 2:
+    if mesh.pp > 1 and mesh.pp * own > most_stages(model):
         raise ConfigError(
             f"parallel.pp × chunks = {mesh.pp} × {own} stages: more than the model's layers, "
-            f"embedding and head; expected at most {model.layers + 2}"
+            f"embedding and head; expected at most {most_stages(model)}"
         )
 
 

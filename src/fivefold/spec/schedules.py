@@ -117,21 +117,23 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Action]:
     return work
 
 
-def _action(kind: Kind, stage: int, microbatch: int) -> Action:
+def _action(kind: Kind, stage: int, microbatch: int, joined: bool = False) -> Action:
     """In a third of the time of Action(…): searches make millions."""
-    return tuple.__new__(Action, (kind, stage, microbatch, False))
+    return tuple.__new__(Action, (kind, stage, microbatch, joined))
 
 
-class _Counter:
-    """Numbers the micro-batches of each (kind, stage) in the order they are asked for."""
+class _Numbered:
+    """Work whose micro-batches are numbered, for each (kind, stage) of two stages, in the order it is added."""
 
-    def __init__(self) -> None:
-        self.seen: dict[tuple[Kind, int], int] = {}
+    def __init__(self, down: int, up: int) -> None:
+        self.work: list[Action] = []
+        self.done = {down: [0, 0, 0], up: [0, 0, 0]}  # of each kind
 
-    def next(self, kind: Kind, stage: int) -> Action:
-        number = self.seen.get((kind, stage), 0)
-        self.seen[kind, stage] = number + 1
-        return _action(kind, stage, number)
+    def do(self, stage: int, *kinds: Kind) -> None:
+        done = self.done[stage]
+        for kind in kinds:
+            self.work.append(_action(kind, stage, done[kind]))
+            done[kind] += 1
 
 
 def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, split: bool) -> list[Action]:
@@ -169,12 +171,8 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """ZB-V: two chunks down and up the ranks; written for m ≥ 2·ranks − 1 and cut to fewer."""
     down, up = rank, 2 * ranks - 1 - rank
     steps = max(2 * ranks - 1, microbatches)
-    count = _Counter()
-    work: list[Action] = []
-
-    def do(stage: int, *kinds: Kind) -> None:
-        work.extend(count.next(kind, stage) for kind in kinds)
-
+    numbered = _Numbered(down, up)
+    do, of_down, of_up = numbered.do, numbered.done[down], numbered.done[up]
     f, b, w = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
     for _ in range(2 * (ranks - rank) - 1):
         do(down, f)
@@ -183,9 +181,8 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> list[Action]:
         do(down, f)
     for _ in range(ranks - rank):
         do(up, f, b, w)
-    done = count.seen
-    while done[f, up] < done[f, down] or done[f, down] < steps:
-        if done[f, down] < steps:
+    while of_up[f] < of_down[f] or of_down[f] < steps:
+        if of_down[f] < steps:
             do(down, f)
         do(down, b, w)
         do(up, f, b, w)
@@ -194,30 +191,33 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> list[Action]:
         do(up, b)
     for _ in range(ranks - rank):
         do(down, b, w)
-    while done[w, up] < done[b, up]:
+    while of_up[w] < of_up[b]:
         do(up, w)
-    while done[w, down] < done[b, down]:
+    while of_down[w] < of_down[b]:
         do(down, w)
-    return [action for action in work if action.microbatch < microbatches]
+    work = numbered.work
+    return work if steps == microbatches else [action for action in work if action.microbatch < microbatches]
 
 
 def _dualpipev(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """DualPipeV's eight steps; its overlapped pairs are listed forward first, joined to the backward."""
     down, up = rank, 2 * ranks - 1 - rank
-    count = _Counter()
+    count = {(kind, stage): 0 for kind in (0, 1) for stage in (down, up)}
     work: list[Action] = []
     pending: list[Action] = []  # weight gradients whose input gradient is done
     behind = ranks - rank - 1
 
     def forward(stage: int, joined: bool = False) -> None:
-        action = count.next(Kind.FORWARD, stage)
-        work.append(action._replace(joined=True) if joined else action)
+        m = count[0, stage]
+        count[0, stage] = m + 1
+        work.append(_action(Kind.FORWARD, stage, m, joined))
 
     def backward(stage: int, split: bool = False) -> None:
-        m = count.next(Kind.INPUT_GRAD, stage).microbatch
-        work.append(Action(Kind.INPUT_GRAD if split else Kind.BACKWARD, stage, m))
+        m = count[1, stage]
+        count[1, stage] = m + 1
+        work.append(_action(Kind.INPUT_GRAD if split else Kind.BACKWARD, stage, m))
         if split:
-            pending.append(Action(Kind.WEIGHT_GRAD, stage, m))
+            pending.append(_action(Kind.WEIGHT_GRAD, stage, m))
 
     def weight() -> None:
         if pending:

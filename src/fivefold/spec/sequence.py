@@ -9,6 +9,15 @@ Kind = Literal["ring", "ulysses"]
 Span = tuple[int, int]
 
 
+KEPT_PROBABILITIES = 2048**2
+
+
+def keeps_probabilities(queries: int, keys: int) -> bool:
+    """Whether attention on CPUs keeps a head's probabilities for backward; for more of them it computes them again,
+    in memory that grows with the length and not with its square."""
+    return queries * keys <= KEPT_PROBABILITIES
+
+
 def most_tokens(length: int, cp: int) -> int:
     """Tokens of the fullest rank: the first `length` mod `cp` ranks hold one more than the others."""
     return -(-length // cp)

@@ -134,6 +134,11 @@ def _active(model: Model, parameter: Parameter) -> float:
     return float(parameter.numel) if len(parameter.shape) == 2 else 0.0
 
 
+def most_stages(model: Model) -> int:
+    """Stages a pipeline of the model can have: one a layer, and one each for embedding and head."""
+    return model.layers + 2
+
+
 def model_stages(model: Model, stages: int) -> tuple[range, ...]:
     """The layers of every stage; the embedding is on the first, the final norm and head on the last."""
     return split_layers(layer_costs(model), stages, last=float(model.vocab * model.hidden))
