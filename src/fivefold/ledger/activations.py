@@ -255,6 +255,16 @@ def embedding(job: Job) -> float:
 
 
 def head_input(job: Job) -> float:
-    """The final norm's input and output."""
-    each = _norm_copies(job, job.model.norm) + job.itemsize
-    return float(job.tokens * job.model.hidden * each / job.sequence_split)
+    """The final norm's input, and its output unless the loss makes that's gradient at once."""
+    rows = job.tokens / job.sequence_split
+    each = _norm_copies(job, job.model.norm) + job.itemsize * (not job.stack.chunked_loss)
+    return rows * (job.model.hidden * each + _norm_statistics(job))
+
+
+def rotary_tables(job: Job) -> float:
+    """Cosines and sines of a micro-batch's positions, which all layers share; see `_projections` for those that each
+    layer casts. What is recomputed as a whole keeps none."""
+    if not job.stack.by_hand or job.model.positions != "rotary" or job.recompute in ("elementwise", "full"):
+        return 0.0
+    core = layer(job, bool(job.model.experts.count)).core
+    return 2.0 * core.queries * (core.qk_dim // 2) * max(4, job.itemsize)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from fivefold.collectives.record import Row
 from fivefold.config.tree import Config
 from fivefold.nn.dropout import step_key
 from fivefold.observe.clock import StepClock
-from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
+from fivefold.observe.memory import MemoryByCategory
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.mesh import groups
 from fivefold.proof.batch import uneven_batch
@@ -24,6 +24,7 @@ from fivefold.trainer.batches import MicroBatch, held_out_share
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer
 from fivefold.trainer.place import place_from
+from fivefold.trainer.profile import StepProfile
 from fivefold.trainer.session import Session, open_session
 from fivefold.trainer.state import tensors
 from fivefold.trainer.step import Stepper
@@ -100,17 +101,16 @@ def _measure(session: Session, resolved: Resolved, permutation: int, replayed: C
     found = Measured(mesh.coordinates(rank))
     found.initial = sent({p.spec.name: p.piece(p.value) for p in model.parameters})
     routings = _replaying(resolved, model, permutation, replayed)
-    saved = SavedActivations([*model.module.parameters(), *model.data.master_tensors()])
+    profile = StepProfile(model, stepper.optimizer)
     for step in range(config.run.steps):
         share = _share(resolved, step, permutation, session)
         tokens = (step + 1) * resolved.batch.global_batch_tokens
         learning_rate = resolved.learning_rate.at(tokens)
         session.recorder.clear()
         if step == 0:
-            with saved as activations, _watched(resolved, model, share, rank, found):
-                result = stepper.step(
-                    share, learning_rate, FLAGS, lambda _: _inspect(stepper, activations, found)
-                )
+            with profile, _watched(resolved, model, share, rank, found):
+                result = stepper.step(share, learning_rate, FLAGS, lambda _: _inspect(profile, model, found))
+            found.memory = profile.memory
         else:
             result = stepper.step(share, learning_rate, FLAGS)
         found.loss.append(result.loss)
@@ -162,21 +162,16 @@ def _share(resolved: Resolved, step: int, permutation: int, session: Session) ->
         batch = type(batch)(batch.tokens[order], batch.labels[order], batch.documents[order])
     data_rank, key = resolved.mesh.data_rank(session.rank), step_key(resolved.config.run.seed, step)
     spans = resolved.spans(session.rank)
-    return held_out_share(batch, resolved.batch, data_rank, session.device, spans, key)
+    share = held_out_share(batch, resolved.batch, data_rank, session.device, spans, key)
+    # As in training each holds ids of its own, not a view of the whole batch's that autograd would keep.
+    return [replace(each, inputs=replace(each.inputs, tokens=each.inputs.tokens.clone())) for each in share]
 
 
-def _inspect(stepper: Stepper, activations: SavedActivations, found: Measured) -> None:
+def _inspect(profile: StepProfile, model: ParallelModel, found: Measured) -> None:
     """While gradients are whole and parameters still the old ones."""
-    model = stepper.model
+    profile.inspect(model)
     gradients = {p: p.value.grad for p in model.parameters if p.value.grad is not None}
     found.gradients = sent({p.spec.name: p.piece(gradient) for p, gradient in gradients.items()})
-    found.memory = memory_by_category(
-        parameters=model.data.parameter_tensors(),
-        gradients=gradients.values(),
-        optimizer=[*model.data.master_tensors(), *stepper.optimizer.state_tensors()],
-        buffers=model.module.buffers(),
-        activations=activations.peak_bytes,
-    )
 
 
 @contextmanager
