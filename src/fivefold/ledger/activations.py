@@ -249,9 +249,10 @@ def loss_chunk(job: Job) -> float:
 
 
 def embedding(job: Job) -> float:
-    """The embedding's output mask and the token ids, per micro-batch."""
+    """The embedding's output mask and the token ids, per micro-batch; of a part of the vocabulary, which ids are in
+    it."""
     mask = job.tokens * job.model.hidden / job.sequence_split if job.stack.dropout else 0.0
-    return mask + 8.0 * job.tokens
+    return mask + (8.0 + (job.tp > 1)) * job.tokens
 
 
 def head_input(job: Job) -> float:

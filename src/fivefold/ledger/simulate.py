@@ -89,10 +89,12 @@ def simulate(
 
 @lru_cache(maxsize=65536)
 def held_at_once(
-    name: schedules.Name, ranks: int, microbatches: int, chunks: int, rank: int
+    name: schedules.Name, ranks: int, microbatches: int, chunks: int, rank: int, splits: bool = True
 ) -> tuple[tuple[int, ...], ...]:
     """What `rank` holds at its fullest: micro-batches of each of its stages, every combination that no other
-    exceeds in all. Times do not matter, only the order of its list; rounds after the fourth repeat."""
+    exceeds in all. Times do not matter, only the order of its list; rounds after the fourth repeat. Unless a backward
+    `splits` where the schedule does, it is over with its first half."""
+    last = Kind.WEIGHT_GRAD if splits else Kind.INPUT_GRAD
     if microbatches % ranks == 0 and name != "gpipe":
         microbatches = min(microbatches, 4 * ranks)
     own = schedules.stages_of_rank(name, rank, ranks, chunks)
@@ -104,7 +106,7 @@ def held_at_once(
         if kind == 0:
             held[place[stage]] += 1
             grown = True
-        elif kind != 1:
+        elif kind in (last, Kind.BACKWARD):
             if grown:
                 found.add(tuple(held))
                 grown = False
@@ -196,6 +198,8 @@ def _run(
 ) -> tuple[list[float], list[float], list[float]]:
     """(end of every rank, its most activations, start of every step) in one pass over the order."""
     durations = [(t.forward, t.input_grad, t.weight_grad, t.input_grad + t.weight_grad) for t in times]
+    # Where recomputation leaves weight gradients no part of their own, a backward is over with its first half.
+    last = [Kind.WEIGHT_GRAD if t.weight_grad else Kind.INPUT_GRAD for t in times]
     ends = [0.0] * (2 * len(times) * microbatches + 2)
     clock, held, peak = [0.0] * ranks, [0.0] * ranks, [0.0] * ranks
     starts = []
@@ -216,7 +220,7 @@ def _run(
                 held[rank] += sizes[stage]
                 if held[rank] > peak[rank]:
                     peak[rank] = held[rank]
-            elif kind != 1:
+            elif kind in (last[stage], Kind.BACKWARD):
                 held[rank] -= sizes[stage]
         starts.append(start)
         ends[makes] = end

@@ -217,5 +217,6 @@ def held_bytes(point: Point, built: Sequence[Stage], rank: int) -> float:
     saved = [built[index].saved for index in own]
     if point.pp == 1:
         return sum(saved)
-    together = held_at_once(point.schedule, point.pp, point.microbatches, point.chunks, rank)
+    splits = any(stage.times.weight_grad for stage in built)
+    together = held_at_once(point.schedule, point.pp, point.microbatches, point.chunks, rank, splits)
     return max(sum(n * size for n, size in zip(counts, saved, strict=True)) for counts in together)

@@ -54,7 +54,7 @@ class Measured:
             the steps; gradients are those of the first step.
         streams: of each layer it has.
         traffic: of the last step.
-        memory: of the first step.
+        memory, traffic_of_memory: of the first step.
         flips: where another's routing was replayed, what this rank would have chosen.
     """
 
@@ -68,6 +68,7 @@ class Measured:
     streams: dict[str, list[Stream]] = field(default_factory=dict)
     traffic: list[Row] = field(default_factory=list)
     memory: MemoryByCategory | None = None
+    traffic_of_memory: list[Row] = field(default_factory=list)
     flips: Flips | None = None
 
 
@@ -110,7 +111,7 @@ def _measure(session: Session, resolved: Resolved, permutation: int, replayed: C
         if step == 0:
             with profile, _watched(resolved, model, share, rank, found):
                 result = stepper.step(share, learning_rate, FLAGS, lambda _: _inspect(profile, model, found))
-            found.memory = profile.memory
+            found.memory, found.traffic_of_memory = profile.memory, session.recorder.rows()
         else:
             result = stepper.step(share, learning_rate, FLAGS)
         found.loss.append(result.loss)

@@ -1,8 +1,6 @@
 """Does a layout compute what one process computes, and did it cost what was predicted?"""
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -12,10 +10,9 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import asdict, replace
 
-from fivefold.collectives.record import Row
 from fivefold.config.tree import Config, Parallel
-from fivefold.ledger.total import estimate, traffic_of
 from fivefold.planner.jobs import job_of
+from fivefold.proof.account import MemoryLine, memory_lines, traffic_lines
 from fivefold.proof.compare import BOUNDS, Comparison, compare
 from fivefold.proof.measure import Measured, Sabotage, measure
 from fivefold.proof.ranks import RankError, Ranks
@@ -38,7 +35,7 @@ class Case:
         dtypes: what was computed in, float64 first.
         comparisons: by dtype.
         traffic: (measured, predicted) bytes by "axis primitive phase" where they differ, on some rank.
-        memory: (measured, predicted) bytes by category on the fullest rank.
+        memory: measured beside predicted, on the fullest rank.
         axis: the axis that owns what is wrong.
         problem: why nothing could be compared.
         flips: where the reference's routing was replayed, what would have been chosen.
@@ -49,7 +46,7 @@ class Case:
     dtypes: tuple[str, ...]
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
-    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    memory: list[MemoryLine] = field(default_factory=list)
     axis: str | None = None
     problem: str | None = None
     flips: Flips | None = None
@@ -95,7 +92,8 @@ class Case:
             "wrong": list(failed.wrong) if failed else [],
             "traffic_matches": not self.traffic,
             "traffic": {name: list(pair) for name, pair in self.traffic.items()},
-            "memory": {name: list(pair) for name, pair in self.memory.items()},
+            "memory": {line.category: [line.measured, line.predicted] for line in self.memory},
+            "memory_notes": {line.category: line.note for line in self.memory if line.note},
             "problem": self.problem,
             "routing": str(self.flips) if self.flips else None,
         }
@@ -137,8 +135,10 @@ class Verifier:
             case.comparisons[of_twin.precision.dtype] = compare(measured, expected, bound)
         case.flips = _flips(found[-1])
         last = twins[-1]
-        case.traffic.update(_traffic(last, ranks, found[-1]))
-        case.memory.update(_memory(last, ranks, found[-1]))
+        job = job_of(replace(last, run=replace(last.run, ranks=ranks)))
+        lines = traffic_lines(job, found[-1])
+        case.traffic.update({line.name: (line.measured, line.predicted) for line in lines if not line.equal})
+        case.memory = memory_lines(job, found[-1])
         if case.failed is not None:
             failing = next(dtype for dtype, c in case.comparisons.items() if not c.passed)
             case.axis = self._owner(config, failing)
@@ -223,57 +223,6 @@ def _only(parallel: Parallel, axis: str) -> Parallel:
     """The layout with nothing but an axis."""
     kept = {name: getattr(parallel, name) for name in (*KEPT[axis], "backend")}
     return Parallel(**({"dp_shard": 1} | kept))
-
-
-def _traffic(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str, tuple[int, int]]:
-    """(measured, predicted) bytes where they differ.
-
-    What a rank sends to experts depends on routing: there it is the sum over all ranks of the stage that must be as
-    predicted. Else the rank at the beginning of every other axis, which holds the most, is asked.
-    """
-    job = dataclasses.replace(job_of(replace(config, run=replace(config.run, ranks=ranks))), imbalance=1.0)
-    differing: dict[str, tuple[int, int]] = {}
-    for stage in range(job.pp):
-        of_stage = [of_rank for of_rank in found if of_rank.coordinates["pp"] == stage]
-        measured, everywhere = _bytes(of_stage[0].traffic), Counter[str]()
-        for of_rank in of_stage:
-            everywhere.update(_bytes(of_rank.traffic))
-        predicted: dict[str, float] = {}
-        for row in traffic_of(job, stage):
-            name = f"{row.axis} {row.primitive} {row.phase}"
-            predicted[name] = predicted.get(name, 0.0) + row.bytes_per_rank
-        for name in measured.keys() | predicted.keys():
-            here, told = measured[name], round(predicted.get(name, 0.0))
-            if name.startswith("ep "):
-                here, told = everywhere[name], round(predicted.get(name, 0.0) * len(of_stage))
-            if here != told:
-                differing.setdefault(name, (here, told))
-    return differing
-
-
-def _bytes(rows: Iterable[Row]) -> Counter[str]:
-    """By axis, primitive and phase; a message counts where it is sent."""
-    found: Counter[str] = Counter()
-    for row in rows:
-        if row.primitive not in ("recv", "barrier"):
-            found[f"{row.axis} {row.primitive} {row.phase}"] += row.bytes_per_rank
-    return found
-
-
-def _memory(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str, tuple[int, int]]:
-    """(measured, predicted) bytes of each category, each on the rank where it is most; of activations, what autograd
-    keeps for backward."""
-    ledger = estimate(job_of(replace(config, run=replace(config.run, ranks=ranks))))
-    told = [of_rank.memory for of_rank in found if of_rank.memory is not None]
-    found_bytes = {
-        name: (
-            max(getattr(memory, name) for memory in told),
-            round(max(getattr(of_class.memory, name) for of_class in ledger.ranks)),
-        )
-        for name in ("parameters", "gradients", "optimizer")
-    }
-    saved = max(memory.activations for memory in told), round(max(ledger.timeline.peak_in_flight))
-    return found_bytes | {"activations": saved}
 
 
 def _flips(found: Sequence[Measured]) -> Flips | None:

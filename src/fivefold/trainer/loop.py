@@ -116,6 +116,13 @@ class Loop:
             load(parameter, weights)
         self.model.data.updated()
 
+    def steps(self, count: int) -> None:
+        """So many steps and nothing else: no evaluation, no checkpoint."""
+        self.session.recorder.clear()
+        self.stepper.clock.lap()
+        for _ in range(count):
+            self._step()
+
     def run(self) -> str:
         """Trains until the last step or until a stop is agreed; returns how it ended."""
         run, checkpoint = self.resolved.config.run, self.resolved.config.checkpoint
