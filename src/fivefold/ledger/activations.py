@@ -148,7 +148,7 @@ def _routing(job: Job) -> float:
 def _eager_routing(job: Job) -> float:
     """What nn/router.py and nn/experts.py keep: scores and weights in float32 at least, choices and orders as
     int64, the rows before the experts and after, the shared experts' gate."""
-    experts, item, rows = job.model.experts, job.itemsize, job.tokens / job.sequence_split
+    experts, item, rows = job.model.experts, job.itemsize, job.tokens  # whole also under sequence parallel
     exact, choices, copies = max(4, item), rows * experts.top_k, routed_rows(job) * job.imbalance
     found = exact * rows * experts.count
     if experts.auxiliary_loss:  # sums of scores, shares and numbers of choices
@@ -263,9 +263,9 @@ def head_input(job: Job) -> float:
 
 
 def rotary_tables(job: Job) -> float:
-    """Cosines and sines of a micro-batch's positions, which all layers share; see `_projections` for those that each
-    layer casts. What is recomputed as a whole keeps none."""
+    """Cosines and sines of a micro-batch's positions in float64, which all layers share; see `_projections` for those
+    that each layer casts. What is recomputed as a whole keeps none."""
     if not job.stack.by_hand or job.model.positions != "rotary" or job.recompute in ("elementwise", "full"):
         return 0.0
     core = layer(job, bool(job.model.experts.count)).core
-    return 2.0 * core.queries * (core.qk_dim // 2) * max(4, job.itemsize)
+    return 2.0 * 8 * core.queries * (core.qk_dim // 2)
