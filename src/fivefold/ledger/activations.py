@@ -148,7 +148,8 @@ def _routing(job: Job) -> float:
 def _eager_routing(job: Job) -> float:
     """What nn/router.py and nn/experts.py keep: scores and weights in float32 at least, choices and orders as
     int64, the rows before the experts and after, the shared experts' gate."""
-    experts, item, rows = job.model.experts, job.itemsize, job.tokens  # whole also under sequence parallel
+    experts, item = job.model.experts, job.itemsize
+    rows = float(job.tokens)  # whole also under sequence parallel
     exact, choices, copies = max(4, item), rows * experts.top_k, routed_rows(job) * job.imbalance
     found = exact * rows * experts.count
     if experts.auxiliary_loss:  # sums of scores, shares and numbers of choices
@@ -226,7 +227,7 @@ def loss(job: Job) -> float:
     """Logits and what the loss makes of them, of one micro-batch; chunked, what is kept for backward."""
     vocab = -(-job.model.vocab // job.tp)
     if job.stack.chunked_loss:
-        return float(job.model.hidden * (job.tokens * job.itemsize + vocab * job.itemsize))
+        return float(job.model.hidden * (job.tokens * job.itemsize + vocab * max(4, job.itemsize)))
     return job.tokens * vocab * job.stack.loss_bytes
 
 

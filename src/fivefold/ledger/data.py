@@ -50,8 +50,8 @@ def states(job: Job, share: Share, whole: Share) -> States:
 
 
 def _part_states(job: Job, padded: int, whole: int, degree: int) -> States:
-    """States of so many elements over `degree` ranks. Experts may be dealt over all of them: then `degree` is 1, and our
-    trainer keeps no shard apart from what is read."""
+    """States of so many elements over `degree` ranks. Experts may be dealt over all of them: then `degree` is 1, and
+    our trainer keeps no shard apart from what is read."""
     stack = job.stack
     is_split = degree > 1 or not stack.shard_apart
     kept = kept_bytes(stack.compression, stack.reduce, stack.corrects_momentum)

@@ -79,7 +79,9 @@ class RunProgress:
         for metrics in self.recent:
             for axis, part in metrics.exposed_seconds.items():
                 seconds[axis] = seconds.get(axis, 0.0) + part
-        return {axis: part / self.seconds for axis, part in sorted(seconds.items(), key=lambda item: -item[1])}
+        return {
+            axis: part / self.seconds for axis, part in sorted(seconds.items(), key=lambda item: -item[1])
+        }
 
 
 def plain_line(progress: RunProgress) -> str:

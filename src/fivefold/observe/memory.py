@@ -105,13 +105,13 @@ class SavedActivations(saved_tensors_hooks):
         """Counts `tensor`, which somebody else keeps for backward, as long as it lives."""
         for key, size in _storages([tensor]).items():
             if key not in self._excluded:
-                self._held[key] = size, StorageWeakRef(tensor.untyped_storage())
+                self._held[key] = size, StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._look()
 
     def _look(self) -> None:
         held = 0
         for key, (size, storage) in list(self._held.items()):
-            if storage.expired():
+            if storage.expired():  # type: ignore[no-untyped-call]
                 del self._held[key]
             elif not self._holders[key]:
                 held += size

@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 
 from fivefold.collectives.record import Row
 from fivefold.ledger.job import Job
-from fivefold.ledger.total import Ledger, estimate, traffic_of
+from fivefold.ledger.total import estimate, traffic_of
 from fivefold.observe.memory import MemoryByCategory
+from fivefold.spec.schedules import SPLITS_BACKWARD
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
@@ -66,8 +67,8 @@ def traffic_lines(job: Job, found: Sequence[Seen]) -> list[TrafficLine]:
             everywhere.update(_bytes(of_rank.traffic))
         predicted: dict[tuple[str, str, str], float] = {}
         for row in traffic_of(job, stage):
-            key = row.axis, row.primitive, row.phase
-            predicted[key] = predicted.get(key, 0.0) + row.bytes_per_rank
+            name = row.axis, str(row.primitive), row.phase
+            predicted[name] = predicted.get(name, 0.0) + row.bytes_per_rank
         for key in sorted(measured.keys() | predicted.keys()):
             here, told = measured[key], round(predicted.get(key, 0.0))
             if key[0] == "ep":
@@ -104,7 +105,9 @@ def memory_lines(job: Job, found: Sequence[Seen]) -> list[MemoryLine]:
     ]
     note = ""
     if job.ep > 1:
-        note = f"predicted for {job.imbalance:.3f} × the mean rows of experts in every layer, as in the busiest rank's step"
+        note = f"predicted for {job.imbalance:.3f} × the mean rows of experts, the busiest rank's, in every layer"
+    elif job.model.experts.count and job.pp > 1 and job.schedule in SPLITS_BACKWARD:
+        note = "a split backward lets the sums of the auxiliary loss go with its first half"
     saved = max(memory.activations for memory in told)
     lines.append(MemoryLine("activations", saved, round(max(ledger.timeline.peak_in_flight)), note))
     return lines
@@ -113,7 +116,9 @@ def memory_lines(job: Job, found: Sequence[Seen]) -> list[MemoryLine]:
 def transient_line(job: Job) -> MemoryLine:
     """What passes: messages, and what a layer's backward needs for a moment."""
     fullest = max(of_class.memory.buffers for of_class in estimate(job).ranks)
-    return MemoryLine("buffers", None, round(fullest), "messages and a layer's temporaries, which no list of tensors names")
+    return MemoryLine(
+        "buffers", None, round(fullest), "messages and a layer's temporaries, which no list of tensors names"
+    )
 
 
 def expert_load(job: Job, found: Sequence[Seen]) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.collectives.record import Row
-from fivefold.config.tree import Config
+from fivefold.config.tree import Config, Precision
 from fivefold.nn.dropout import step_key
 from fivefold.observe.clock import StepClock
 from fivefold.observe.memory import MemoryByCategory
@@ -19,6 +19,7 @@ from fivefold.parallel.mesh import groups
 from fivefold.proof.batch import uneven_batch
 from fivefold.proof.gather import Sent, sent
 from fivefold.proof.routing import Choices, Flips, Routings
+from fivefold.proof.twin import OVERFLOWING_SCALE
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.trainer.batches import MicroBatch, held_out_share
 from fivefold.trainer.loss_scale import LossScale
@@ -51,7 +52,7 @@ class Measured:
     Attributes:
         coordinates: of the rank on the mesh.
         initial, gradients, state: what it holds of parameters before, of gradients in, and of the run's state after
-            the steps; gradients are those of the first step.
+            the steps; gradients are those of the first step that was not skipped, without the loss scale.
         streams: of each layer it has.
         traffic: of the last step.
         memory, traffic_of_memory: of the first step.
@@ -103,6 +104,11 @@ def _measure(session: Session, resolved: Resolved, permutation: int, replayed: C
     found.initial = sent({p.spec.name: p.piece(p.value) for p in model.parameters})
     routings = _replaying(resolved, model, permutation, replayed)
     profile = StepProfile(model, stepper.optimizer)
+
+    def inspect(model: ParallelModel) -> None:
+        profile.inspect(model)
+        found.gradients = _gradients(model, stepper.loss_scale.value)
+
     for step in range(config.run.steps):
         share = _share(resolved, step, permutation, session)
         tokens = (step + 1) * resolved.batch.global_batch_tokens
@@ -110,10 +116,12 @@ def _measure(session: Session, resolved: Resolved, permutation: int, replayed: C
         session.recorder.clear()
         if step == 0:
             with profile, _watched(resolved, model, share, rank, found):
-                result = stepper.step(share, learning_rate, FLAGS, lambda _: _inspect(profile, model, found))
+                result = stepper.step(share, learning_rate, FLAGS, inspect)
             found.memory, found.traffic_of_memory = profile.memory, session.recorder.rows()
         else:
-            result = stepper.step(share, learning_rate, FLAGS)
+            result = stepper.step(share, learning_rate, FLAGS, None if found.gradients else inspect)
+        if result.skipped is not None and not any(skipped is None for skipped in found.skipped):
+            found.gradients = {}
         found.loss.append(result.loss)
         found.grad_norm.append(result.grad_norm)
         found.skipped.append(result.skipped)
@@ -151,9 +159,17 @@ def _stepper(session: Session, resolved: Resolved) -> Stepper:
         session.agreement,
         session.recorder,
         StepClock(),
-        LossScale.of(config.precision),
+        _loss_scale(config.precision),
         config.optimizer.clip,
     )
+
+
+def _loss_scale(precision: Precision) -> LossScale:
+    """In fp16 one that overflows in the first step, and is then as the run's."""
+    scale = LossScale.of(precision)
+    if precision.dtype == "fp16":
+        scale.value, scale.backoff = OVERFLOWING_SCALE, scale.value / OVERFLOWING_SCALE
+    return scale
 
 
 def _share(resolved: Resolved, step: int, permutation: int, session: Session) -> list[MicroBatch]:
@@ -168,11 +184,10 @@ def _share(resolved: Resolved, step: int, permutation: int, session: Session) ->
     return [replace(each, inputs=replace(each.inputs, tokens=each.inputs.tokens.clone())) for each in share]
 
 
-def _inspect(profile: StepProfile, model: ParallelModel, found: Measured) -> None:
-    """While gradients are whole and parameters still the old ones."""
-    profile.inspect(model)
+def _gradients(model: ParallelModel, loss_scale: float) -> dict[str, Sent]:
+    """While they are whole and parameters still the old ones."""
     gradients = {p: p.value.grad for p in model.parameters if p.value.grad is not None}
-    found.gradients = sent({p.spec.name: p.piece(gradient) for p, gradient in gradients.items()})
+    return sent({p.spec.name: p.piece(gradient / loss_scale) for p, gradient in gradients.items()})
 
 
 @contextmanager

@@ -32,8 +32,8 @@ class RankAccount:
         traffic: of the last step.
         memory, traffic_of_memory: of the first.
         step_seconds, computing_seconds: of one of the timed steps, on average; the second less waiting and data.
-        under_way, exposed: of these, seconds by axis: in which a call was under way, and in which it kept this rank from
-            computing.
+        under_way, exposed: of these, seconds by axis: in which a call was under way, and in which it kept this rank
+            from computing.
     """
 
     coordinates: dict[str, int]

@@ -166,8 +166,15 @@ class Verifier:
             replace(config, parallel=Parallel(), batch=replace(config.batch, micro_batch=1))
         )
         if key not in self._references:
-            self._references[key] = reference(config)
+            self._references[key] = reference(config, self._skipped(config))
         return self._references[key]
+
+    def _skipped(self, config: Config) -> tuple[bool, ...]:
+        """The steps that one process skips in fp16, whose range overflows."""
+        if config.precision.dtype != "fp16":
+            return (False,) * config.run.steps
+        ((alone,),) = self._on_ranks(1, [replace(config, parallel=Parallel())], 0, nullcontext, [None])
+        return tuple(why is not None for why in alone.skipped)
 
     def _routing(self, config: Config) -> Choices | None:
         """To be replayed: below float64 a rounding may turn a choice over, and everything after it."""

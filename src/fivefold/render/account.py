@@ -3,7 +3,7 @@
 from typing import Any
 
 from fivefold.render.tables import table
-from fivefold.render.units import bytes_text, percent_text, seconds_text
+from fivefold.render.units import percent_text, seconds_text
 
 
 def account_text(found: dict[str, Any]) -> str:
@@ -68,7 +68,12 @@ def _communication(found: dict[str, Any]) -> str:
         for kind, whole in (("predicted", predicted_step), ("measured", step)):
             total, exposed = line[kind], line[f"{kind}_exposed"]
             hidden = max(0.0, total - exposed)
-            cells += [seconds_text(total), seconds_text(hidden), seconds_text(exposed), percent_text(exposed / whole)]
+            cells += [
+                seconds_text(total),
+                seconds_text(hidden),
+                seconds_text(exposed),
+                percent_text(exposed / whole),
+            ]
         rows.append(cells)
     if not rows:
         return ""
