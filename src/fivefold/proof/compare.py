@@ -52,8 +52,12 @@ class Comparison:
         return not self.wrong
 
 
-def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Comparison:
-    """Every rank's account against the reference."""
+def compare(
+    found: Sequence[Measured], expected: Reference, bound: float, updated: float | None = None
+) -> Comparison:
+    """Every rank's account against the reference: `bound` is that of everything, or, if `updated` is given, of all but
+    what updates have changed."""
+    updated = bound if updated is None else updated
     gradients, state = (
         assemble(of_rank.gradients for of_rank in found),
         assemble(of_rank.state for of_rank in found),
@@ -82,18 +86,18 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
         max(of_moments.values(), default=0.0),
     )
     wrong += [f"{what}: error {error:.1e}" for what, error in _named(measured) if not error <= bound]
-    everything = of_gradients | of_parameters | of_moments
-    wrong += [f"{name}: error {error:.1e}" for name, error in everything.items() if not error <= bound]
+    after = of_parameters | of_moments
+    wrong += [f"{name}: error {error:.1e}" for name, error in of_gradients.items() if not error <= bound]
+    wrong += [f"{name}: error {error:.1e}" for name, error in after.items() if not error <= updated]
     if not wrong:
         return Comparison(measured, ())
     first, kind = _first(found, gradients, of_gradients, expected, bound)
-    after = of_parameters | of_moments
     if first is None and False in expected.skipped:
         step = expected.skipped.index(False)
         factor = found[0].grad_norm[step] / expected.grad_norm[step]
         if not abs(factor - 1) <= bound:
             first, kind = "gradient norm", f"{factor:.6g} times what it is"
-    if first is None and (late := [name for name, error in after.items() if not error <= bound]):
+    if first is None and (late := [name for name, error in after.items() if not error <= updated]):
         first, kind = f"{late[0]} (update)", kind_of(state.tensors[late[0]], expected.state[late[0]])
     if first is None and state.disagreeing:
         first = f"{state.disagreeing[0]} (replicas)"
