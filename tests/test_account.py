@@ -92,7 +92,9 @@ def ranks() -> Iterator[Ranks]:
 
 def settings(parallel: dict[str, Any], *more: str) -> list[str]:
     layout = {"dp_shard": 1} | parallel
-    return [f"parallel.{key}={json.dumps(value)}".replace('"', "") for key, value in layout.items()] + list(more)
+    return [f"parallel.{key}={json.dumps(value)}".replace('"', "") for key, value in layout.items()] + list(
+        more
+    )
 
 
 def source(place: Path, name: str) -> str:

@@ -207,7 +207,9 @@ def _watched(
         kept = found.streams.setdefault(name, [])
 
         def hook(_module: nn.Module, _inputs: object, output: tuple[Tensor, object]) -> None:
-            if len(kept) == len(numbers):  # a step that is skipped goes forward again, to say what was not finite
+            if len(kept) == len(
+                numbers
+            ):  # a step that is skipped goes forward again, to say what was not finite
                 return
             values, tokens = output[0].detach().cpu(), numbers[len(kept)].flatten()
             if values.dim() == 2:  # sequence parallel: this rank's run of the tokens, filled up at the end
