@@ -1,6 +1,11 @@
-"""Settings for all tests: a busy machine must not fail a property for being slow."""
+"""Settings for all tests: a busy machine must not fail a property for being slow, and every process of a test computes
+with one thread, since two that share busy cores wait for each other in every operation (three times the time).
+"""
+
+import os
 
 from hypothesis import settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("fivefold", deadline=None)
 settings.load_profile("fivefold")

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.config.errors import BadInput
 from fivefold.config.load import load
 from fivefold.data.samples import Samples
 from fivefold.data.store import open_store
 from fivefold.trainer import shelf
 from fivefold.trainer.checkpoint import load_tensors
+from fivefold.trainer.identity import identity, refuse_change
 
 TEXT = Path(json.__file__).parent  # real text, quickly tokenized
 CONFIG = f"""
@@ -288,21 +290,26 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_changes_nothing(
     shutil.copytree(whole, copy)
     config = (copy / "config.toml").read_text()
     alone = settings(str(copy), 1)
-    for key, value in (
-        ("run.seed", "5"),
-        ("model.rope_theta", "5.0"),
-        ("model.hidden", "64"),
-        ("optimizer.name", "sgd"),
-        ("precision.dtype", "float64"),
-    ):
-        more = ["--set", "run.steps=14", "--set", f"{key}={value}"]
-        done = fivefold(place, "train", str(copy), "--resume", *alone, *more, expect=2)
-        assert f"{key} = {value}: {copy}/checkpoints/step-12 was trained with" in one_line(done)
+    more = ["--set", "run.steps=14", "--set", "model.rope_theta=5.0"]
+    done = fivefold(place, "train", str(copy), "--resume", *alone, *more, expect=2)
+    assert f"model.rope_theta = 5.0: {copy}/checkpoints/step-12 was trained with" in one_line(done)
     more = ["--set", "run.steps=14", "--set", "data.validation_fraction=0"]
     done = fivefold(place, "train", str(copy), "--resume", *alone, *more, expect=2)
     assert "other samples" in one_line(done)
     assert (copy / "config.toml").read_text() == config
     assert numbers(metrics(copy)) == numbers(metrics(whole))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("run.seed", 5), ("model.hidden", 64), ("optimizer.name", "sgd"), ("precision.dtype", "float64")],
+)
+def test_what_a_run_keeps_for_life(whole: Path, key: str, value: int | str) -> None:
+    before = identity(load(str(whole)), "samples")
+    after = identity(load(str(whole), [f"{key}={value}"]), "samples")
+    refuse_change(before, before, whole)
+    with pytest.raises(BadInput, match=f"{key} = {value}: {whole} was trained with"):
+        refuse_change(before, after, whole)
 
 
 def test_a_run_that_is_done_says_so(place: Path, whole: Path) -> None:

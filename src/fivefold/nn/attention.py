@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from fivefold.config.tree import Model
 from fivefold.nn.by_hand import by_hand
@@ -95,6 +94,8 @@ def _packed_flash(packed: Packed, segments: Segments) -> Tensor:
     ends = lengths.cumsum(0, dtype=torch.int32)
     longest = max(segments.lengths)
     grouped = packed.query.shape[1] != packed.key.shape[1]
+    from torch.nn.attention.varlen import varlen_attn  # half a second: it imports torch's compiler
+
     out = varlen_attn(*packed, ends, ends, longest, longest, window_size=(-1, 0), enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out

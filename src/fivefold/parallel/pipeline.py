@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from fivefold.collectives.record import Recorder
 from fivefold.config.tree import Model
@@ -250,6 +249,9 @@ def _input_gradient(weights: Sequence[nn.Parameter], flight: _Flight) -> None:
     """Leaves it in `flight.input.grad`. The first stage has none, and does all when its weights' are due."""
     if flight.input is None:
         return
+    # Here: half a second that only split backwards need, since it imports torch's compiler.
+    from torch.distributed.pipelining._backward import stage_backward_input
+
     assert isinstance(flight.output, Tensor)
     gradients = None if flight.gradient is None else [flight.gradient]
     _, flight.parts = stage_backward_input([flight.output], gradients, [flight.input], iter(weights))
@@ -259,6 +261,8 @@ def _weight_gradients(weights: Sequence[nn.Parameter], flight: _Flight) -> None:
     if flight.parts is None:
         _whole_backward(flight)
     else:
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
         stage_backward_weight(iter(weights), flight.parts)
 
 

@@ -7,8 +7,9 @@
 
     assert run_ranks(sums, 2, 10.0) == [30.0, 30.0]
 
-Starting ranks costs one to two seconds (each imports torch); a run on started ranks costs 20 ms more than the
-function itself. So a file with many small checks starts them once:
+The first ranks of a process take one to two seconds to start (torch is imported; on Linux once for all ranks, elsewhere
+by each); a run on started ranks costs 20 ms more than the function itself. So a file with many small checks starts them
+once:
 
     @pytest.fixture(scope="module")
     def pair() -> Iterator[Ranks]:
@@ -35,6 +36,7 @@ import traceback
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing import connection, get_context
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
@@ -62,10 +64,12 @@ class Ranks:
         self._died: frozenset[int] = frozenset()
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []  # SpawnProcess
-        context = get_context("spawn")
+        context = _context()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, backend), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, backend, dict(os.environ)), daemon=True
+            )
             process.start()
             theirs.close()  # so that the death of the child reads as end of file here
             self._pipes.append(ours)
@@ -200,8 +204,19 @@ def run_ranks(
     return results
 
 
-def _serve(pipe: connection.Connection, rank: int, backend: str | None) -> None:
-    """The life of one rank: calls come in over the pipe until it closes."""
+def _context() -> SpawnContext | ForkServerContext:
+    """How ranks start: on Linux as forks of a process that has imported torch and does nothing else."""
+    if sys.platform != "linux":
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _serve(pipe: connection.Connection, rank: int, backend: str | None, environment: dict[str, str]) -> None:
+    """The life of one rank: calls come in over the pipe until it closes. `environment` is the parent's now."""
+    os.environ.clear()
+    os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(
