@@ -28,6 +28,7 @@ def metrics(step: int = 1, **changes: Any) -> StepMetrics:
         "seconds": {"compute": 0.75, "communication": 0.25},
         "memory_bytes": 1 << 20,
         "traffic": {"dp_replicate": 4096},
+        "exposed_seconds": {},
     }
     return StepMetrics(**values | changes)
 
