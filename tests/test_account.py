@@ -156,6 +156,7 @@ def test_the_command_prints_it_and_leaves_nothing(place: Path) -> None:
     assert "tp all_reduce" in done.stdout
     assert "exposed" in done.stdout
     assert set(place.iterdir()) == before | {place / "data"}
+    assert not list((place / "data").rglob(".account-*"))
     refused = subprocess.run([*words, "--resume"], cwd=place, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2
     assert "leave out --resume" in refused.stderr

@@ -28,7 +28,6 @@ def metrics(step: int = 1, **changes: Any) -> StepMetrics:
         "seconds": {"compute": 0.75, "communication": 0.25},
         "memory_bytes": 1 << 20,
         "traffic": {"dp_replicate": 4096},
-        "exposed_seconds": {},
     }
     return StepMetrics(**values | changes)
 
@@ -58,6 +57,7 @@ def test_a_line_has_the_contract_keys() -> None:
         "expert_load": None,
         "seconds": {"compute": 0.75, "communication": 0.25},
         "traffic": {"dp_replicate": 4096},
+        "exposed_seconds": {},
     }
 
 

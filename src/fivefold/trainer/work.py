@@ -3,8 +3,10 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import msgspec
@@ -88,22 +90,36 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
 
 
 def first_steps(resolved: Resolved, place: Place | None, take: Callable[[Loop], T]) -> T:
-    """What `take` makes of a run about to take its first step. Every rank calls it alike; no run directory is made.
+    """What `take` makes of a run about to take its first step. Every rank calls it alike; nothing is left but the
+    prepared data, beside which the run's directory lies meanwhile: all ranks see it there.
 
     Raises:
         BadInput: the data cannot be used.
     """
     config = resolved.config
     with (
+        ExitStack() as stack,
         StopSignal() as stop,
         open_session(place, config.parallel.backend, config.run.timeout_seconds) as session,
     ):
-        settled = session.from_main(lambda: _settle(config, Path(config.run.dir), session.device))
+        settled = session.from_main(lambda: _settle_briefly(config, session.device, stack.enter_context))
         stop.listen()
         loop, _ = _build(session, resolved, settled, stop)
         if weights := given_weights(config.model):
             loop.start_from(weights)
-        return take(loop)
+        found = take(loop)
+        loop.checkpoints.close()
+        return found
+
+
+def _settle_briefly(
+    config: Config, device: torch.device, enter: Callable[[TemporaryDirectory[str]], str]
+) -> _Settled:
+    """As `_settle`, in a directory that goes when what `enter` entered is left."""
+    settled = _settle(config, Path(), device)
+    beside = settled.tokens[0].parent
+    directory = enter(TemporaryDirectory(prefix=".account-", dir=beside, ignore_cleanup_errors=True))
+    return replace(settled, directory=Path(directory))
 
 
 def _build(
