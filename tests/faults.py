@@ -483,6 +483,11 @@ def skip_decided_locally() -> Any:
     return swapped(LocalOptimizer, "step", locally)
 
 
+def overflow_unnoticed() -> Any:
+    """A step is taken whatever the gradient is."""
+    return swapped(step, "isfinite", lambda _before: lambda _value: True)
+
+
 def documents_mixed() -> Any:
     """Attention sees over the boundary between packed documents on rank 1."""
 

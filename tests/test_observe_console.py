@@ -347,3 +347,12 @@ def test_on_a_terminal_one_line_lives_and_the_cursor_comes_back(
     assert max(map(columns, drawn)) <= width
     assert "30/30" in drawn[-1] or "30/30" in drawn[-2]
     assert "step 1/30" not in output  # no plain lines
+
+
+def test_exposed_communication_is_named_by_axis() -> None:
+    """In a log's line and, where it is wide enough, in the live one; what takes no time is not named."""
+    shown = progress(step_metrics(1, exposed_seconds={"pp": 0.07, "tp": 0.12, "world": 0.001}))
+    assert "exposed: tp 12%, pp 7%" in plain_line(shown)
+    assert "exposed: tp 12%, pp 7%" in LiveLine(shown).text(200).plain
+    assert "exposed" not in LiveLine(shown).text(60).plain
+    assert "exposed" not in plain_line(progress(step_metrics(1)))

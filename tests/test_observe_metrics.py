@@ -57,6 +57,7 @@ def test_a_line_has_the_contract_keys() -> None:
         "expert_load": None,
         "seconds": {"compute": 0.75, "communication": 0.25},
         "traffic": {"dp_replicate": 4096},
+        "exposed_seconds": {},
     }
 
 

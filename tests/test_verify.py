@@ -225,4 +225,99 @@ def test_a_verdict_belongs_to_what_was_verified() -> None:
         replace(config, schedule=replace(config.schedule, kind="linear")),
         replace(config, run=replace(config.run, seed=5)),
     ]
-    assert len({command._key(each) for each in others}) == len(others)
+    assert len({command._key(each, ("float64",)) for each in others}) == len(others)
+
+
+# Memory
+
+
+MEMORY = {
+    "gradients are whole under pp, parameters gathered": (
+        "quickstart",
+        {"pp": 2, "dp_shard": 2, "zero": 3},
+        8,
+    ),
+    "zero 1 adds up whole gradients": ("quickstart", {"dp_shard": 4, "zero": 1}, 64),
+    "zero 1 scatters those of a single micro-batch": ("quickstart", {"dp_shard": 4, "zero": 1}, 32),
+    "a split backward recomputed at once": (
+        "quickstart",
+        {"pp": 2, "dp_shard": 2, "zero": 2, "schedule": "zb_h1", "recompute": "elementwise"},
+        64,
+    ),
+    "one KV head a rank": ("quickstart", {"cp": 4, "context": "ulysses"}, 16),
+    "experts dealt over all shards": (
+        "quickstart-moe",
+        {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 3, "recompute": "full"},
+        64,
+    ),
+    "routers of whole sequences": ("quickstart-moe", {"tp": 4, "sequence_parallel": True}, 16),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_is_as_predicted(verifier: Verifier, name: str) -> None:
+    preset, parallel, global_batch = MEMORY[name]
+    config = load(preset, [f"batch.global_batch={global_batch}"])
+    layout = replace(config.parallel, **({"dp_replicate": 1, "dp_shard": 1} | parallel))
+    case = verifier.case(replace(config, parallel=layout, run=replace(config.run, ranks=4)), ["float64"])
+    assert case.passed, case.document()
+    for line in case.memory:
+        assert line.measured == line.predicted or line.note, line
+    assert {line.category for line in case.memory if line.measured == line.predicted} >= {
+        "parameters",
+        "gradients",
+        "optimizer",
+    }
+
+
+def test_activations_follow_the_load_of_experts(verifier: Verifier) -> None:
+    """Predicted for the busiest rank's load, which the verdict names where that is not exact."""
+    config = load("quickstart-moe", ["batch.global_batch=32"])
+    layout = replace(config.parallel, dp_replicate=1, dp_shard=4, ep=4, zero=1)
+    case = verifier.case(replace(config, parallel=layout, run=replace(config.run, ranks=4)), ["float64"])
+    (line,) = [line for line in case.memory if line.category == "activations"]
+    assert line.measured is not None
+    assert line.measured == pytest.approx(line.predicted, rel=0.05)
+    assert "× the mean rows of experts" in line.note
+
+
+# fp16
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp_shard": 2, "zero": 2}, {"pp": 2}])
+def test_fp16_skips_as_one_process_does(verifier: Verifier, parallel: dict[str, Any]) -> None:
+    """The first step overflows on purpose; what follows is compared without the loss scale."""
+    config = load("quickstart", ["precision.dtype=fp16", "batch.global_batch=32"])
+    layout = replace(config.parallel, **({"dp_replicate": 1, "dp_shard": 1} | parallel))
+    case = verifier.case(replace(config, parallel=layout, run=replace(config.run, ranks=2)), ["fp16"])
+    assert case.passed, case.document()
+    assert case.comparisons["fp16"].errors.gradient < 0.01
+
+
+@pytest.mark.injected_fault
+def test_an_overflow_that_is_not_skipped() -> None:
+    with Verifier(2, faults.overflow_unnoticed) as verifier:
+        case = verifier.case(load("quickstart", ["precision.dtype=fp16"]), ["fp16"])
+    assert not case.passed
+    assert "steps skipped: none; one process skips 1" in case.document()["wrong"]
+
+
+@pytest.mark.full
+def test_pairs_hold_in_float32(verifier: Verifier, layouts: dict[str, list[Config]]) -> None:
+    wrong = []
+    for config in layouts["quickstart"]:
+        case = verifier.case(config, ["float32"])
+        if not case.passed:
+            wrong.append(case.document())
+    assert wrong == []
+
+
+def test_dtypes_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_layouts(tmp_path / "layouts.json", {"tp": 2, "dp_shard": 1}, {"cp": 2, "dp_shard": 1})
+    words = ["verify", "quickstart", "--layouts", file, "--json", "--dtypes"]
+    assert main([*words, "float32,float64"]) == 0
+    for case in told(capsys)["cases"]:
+        assert case["dtypes"] == ["float64", "float32"]
+        assert case["errors"]["float32"]["gradient"] <= 1e-5
+    assert main([*words, "float8"]) == 2
+    assert "expected some of float64, float32, bf16, fp16" in capsys.readouterr().err

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from fivefold.cli.arguments import add_config_arguments
 from fivefold.cli.extras import require_torch
-from fivefold.config.errors import BadInput
+from fivefold.config.errors import BadInput, RunFailed
 from fivefold.config.load import load
 from fivefold.config.tree import Config
-from fivefold.spec.legal import check_trainable, resolve_config
+from fivefold.render.account import account_text, is_equal
+from fivefold.spec.legal import Resolved, check_trainable, resolve_config
 
 if TYPE_CHECKING:
     from fivefold.trainer.place import Place
@@ -23,6 +24,11 @@ MOST_RANKS_PER_CORE = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument(
+        "--account",
+        action="store_true",
+        help="take only the first steps, and print what they cost beside what was predicted; leaves no run behind",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -30,7 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         0 = the last step is done, 1 = a signal stopped the run before.
+
+    Raises:
+        RunFailed: with --account, a byte that crossed a link was not predicted.
     """
+    if arguments.account and arguments.resume:
+        raise BadInput("--account takes the first steps of a run and keeps nothing: leave out --resume")
     from fivefold.trainer.launch import as_rank
     from fivefold.trainer.place import place_from
 
@@ -48,17 +59,33 @@ def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
 
     check_compiler(config.machine)
     if place is None:
-        directory = _check_inputs(config, arguments.resume)
+        directory = _check_inputs(config, arguments.resume, arguments.account)
         if resolved.mesh.world_size > 1:
             return _start(arguments, resolved.mesh.world_size, directory)
+    if arguments.account:
+        return _account(resolved, place)
     from fivefold.trainer.work import work
 
     done = work(resolved, place, arguments.resume)
     return 0 if done or place else 1  # a rank that stopped as asked has not failed: its launcher tells
 
 
-def _check_inputs(config: Config, resume: bool) -> str:
-    """Refuses what can be seen to be wrong before a process is started; returns the run directory."""
+def _account(resolved: Resolved, place: "Place | None") -> int:
+    from fivefold.proof.run import account_of
+    from fivefold.trainer.work import first_steps
+
+    found = first_steps(resolved, place, account_of)
+    if found is None:  # rank 0 tells
+        return 0
+    print(account_text(found))
+    if not is_equal(found):
+        raise RunFailed("--account: bytes of a step are not as predicted, see the lines marked NOT EQUAL")
+    return 0
+
+
+def _check_inputs(config: Config, resume: bool, account: bool) -> str:
+    """Refuses what can be seen to be wrong before a process is started; returns the run directory, if there is to be
+    one."""
     from fivefold.data.check import check_data
     from fivefold.data.tokenizer import load_tokenizer
     from fivefold.observe.sinks import check_sinks
@@ -68,10 +95,10 @@ def _check_inputs(config: Config, resume: bool) -> str:
     if config.data.tokenizer:
         load_tokenizer(Path(config.data.tokenizer).expanduser(), config.model.vocab)
     check_sinks(config.log.sinks)
-    directory = choose_directory(config.run, resume)
+    directory = config.run.dir if account else str(choose_directory(config.run, resume))
     if config.model.path and not resume:
         _check_weights(config)
-    return str(directory)
+    return directory
 
 
 def _check_weights(config: Config) -> None:
@@ -97,6 +124,7 @@ def _start(arguments: argparse.Namespace, ranks: int, directory: str) -> int:
     words = ["-m", "fivefold", "train", arguments.config]
     for override in [*arguments.overrides, f"run.dir={directory}"]:
         words += ["--set", override]
-    words += ["--resume"] * arguments.resume + ["--debug"] * arguments.debug
+    for name in ("resume", "account", "debug"):
+        words += [f"--{name}"] * getattr(arguments, name)
     sys.stdout.flush()
-    return start_local(words, ranks, Path(directory) / "failure.txt")
+    return start_local(words, ranks, None if arguments.account else Path(directory) / "failure.txt")

@@ -4,8 +4,9 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fivefold.cli.arguments import add_config_arguments, add_json_argument, whole_number
 from fivefold.cli.extras import require_torch
@@ -15,11 +16,9 @@ from fivefold.config.tree import Config
 from fivefold.render.verdict import case_lines, case_title, summary_line
 from fivefold.spec.legal import check_trainable, resolve_config
 
-if TYPE_CHECKING:
-    from fivefold.proof.verify import Verifier
-
 DEFAULT_RANKS = 4
 MOST_RANKS = 64
+DTYPES = ("float64", "float32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole_number,
         default=0,
         help=f"ranks of the layouts (default {DEFAULT_RANKS}), started on this host",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=_dtypes,
+        metavar="DTYPE,…",
+        help="compute in these: float64, float32, bf16, fp16; by default float64, and of one layout the config's too",
     )
     parser.add_argument(
         "--save",
@@ -56,10 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     with Verifier(ranks) as verifier:
         for number, laid_out in enumerate(layouts, start=1):
-            documents.append(found := _verdict(verifier, laid_out, len(layouts) > 1, known))
-            if arguments.save and _key(laid_out) not in known:
+            dtypes = arguments.dtypes or _usual_dtypes(laid_out, len(layouts) > 1)
+            key = _key(laid_out, dtypes)
+            documents.append(found := known.get(key) or verifier.case(laid_out, dtypes).document())
+            if arguments.save and key not in known:
                 with Path(arguments.save).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(found | {"key": _key(laid_out)}) + "\n")
+                    file.write(json.dumps(found | {"key": key}) + "\n")
             if not arguments.json:
                 _tell(found, number, len(layouts))
     passed = all(found["passed"] for found in documents)
@@ -161,22 +168,25 @@ def _known(path: str | None) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _key(config: Config) -> str:
+def _dtypes(text: str) -> tuple[str, ...]:
+    """The type of --dtypes; float64 before what its errors explain."""
+    given = text.split(",")
+    if unknown := [dtype for dtype in given if dtype not in DTYPES]:
+        raise argparse.ArgumentTypeError(f'"{unknown[0]}": expected some of {", ".join(DTYPES)}')
+    return tuple(dtype for dtype in DTYPES if dtype in given)
+
+
+def _usual_dtypes(config: Config, is_sweep: bool) -> tuple[str, ...]:
+    dtypes = dict.fromkeys(("float64", config.precision.dtype))
+    return ("float64",) if is_sweep else tuple(dtypes)
+
+
+def _key(config: Config, dtypes: Sequence[str]) -> str:
     """What a verdict depends on."""
     import msgspec
 
     parts = (config.model, config.parallel, config.batch, config.precision, config.optimizer, config.schedule)
-    return msgspec.json.encode((*parts, config.data.document_mask, config.run.seed)).decode()
-
-
-def _verdict(
-    verifier: "Verifier", config: Config, is_sweep: bool, known: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    found = known.get(_key(config))
-    if found is not None:
-        return found
-    dtypes = list(dict.fromkeys(("float64", config.precision.dtype)))
-    return verifier.case(config, dtypes[:1] if is_sweep else dtypes).document()
+    return msgspec.json.encode((*parts, config.data.document_mask, config.run.seed, dtypes)).decode()
 
 
 def _tell(found: dict[str, Any], number: int, count: int) -> None:

@@ -212,7 +212,8 @@ class RecordingGroup(dist.ProcessGroup):
                 work = start(*args, **kwargs)
         except RuntimeError as error:
             raise failure(self.progress, call, error) from error
-        return RecordedWork(work, self.progress, call)
+        self.recorder.expose(axis, call.since)
+        return RecordedWork(work, self.progress, call, self.recorder)
 
 
 def axis_of(description: str) -> str:

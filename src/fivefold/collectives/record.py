@@ -69,7 +69,6 @@ class Progress:
         self.entered: Call | None = None
         self.waiting: Call | None = None
         self.waiting_since = 0.0
-        self.waited_seconds = 0.0  # in calls that have ended
 
     def enter(self, primitive: Primitive, peer: int | None) -> Call:
         """Notes that this rank begins a call."""
@@ -81,12 +80,36 @@ class Progress:
         return call
 
 
+class Timeline:
+    """When each axis had something under way on this rank."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, float, float]] = []
+
+    def add(self, axis: str, start: float, stop: float) -> None:
+        """From any thread; times on the monotonic clock."""
+        self._spans.append((axis, start, stop))
+
+    def seconds_by_axis(self) -> dict[str, float]:
+        """Seconds in which at least one call of an axis was under way."""
+        found: dict[str, float] = {}
+        ends: dict[str, float] = {}
+        for axis, start, stop in sorted(self._spans, key=lambda span: span[1]):
+            end = max(start, ends.get(axis, start))
+            found[axis] = found.get(axis, 0.0) + max(0.0, stop - end)
+            ends[axis] = max(end, stop)
+        return found
+
+
 class Recorder:
     """Counts the collectives of one rank.
 
     `current_phase` is a plain attribute, not a thread's own: on a GPU, backward runs in another thread. The
     axes in `excluded` are never counted. Counted or not, a call leaves its trace in `groups` (the groups alive)
     and in `last` (axis, primitive, number): what a rank was in when something broke.
+
+    What a call takes of the caller's time is *exposed*: compute does not hide it. While `timeline` is one, it is told
+    when calls are under way, too.
     """
 
     def __init__(self, excluded: Collection[str] = ("checkpoint",)) -> None:
@@ -94,7 +117,9 @@ class Recorder:
         self.current_phase: Phase = "step"
         self.last: tuple[str, str, int] | None = None
         self.groups: list[Progress] = []
+        self.timeline: Timeline | None = None
         self._pauses = 0
+        self._exposed: dict[str, float] = {}
         self._cells: dict[tuple[str, str, str], list[int]] = {}  # (axis, primitive, phase) → [count, bytes]
 
     def add(self, axis: str, primitive: Primitive, size: int) -> None:
@@ -111,10 +136,29 @@ class Recorder:
         cell[0] += 1
         cell[1] += size
 
+    def expose(self, axis: str, start: float) -> None:
+        """The caller was kept from `start` (on the monotonic clock) until now."""
+        if self._pauses or axis in self.excluded:
+            return
+        now = time.monotonic()
+        self._exposed[axis] = self._exposed.get(axis, 0.0) + now - start
+        if self.timeline is not None:
+            self.timeline.add(axis, start, now)
+
     @property
-    def waited_seconds(self) -> float:
-        """Seconds this rank has waited in collectives so far: communication that nothing hid."""
-        return sum(group.waited_seconds for group in self.groups if group.axis not in self.excluded)
+    def is_timed(self) -> bool:
+        """Whether it matters when a call ends."""
+        return self.timeline is not None and not self._pauses
+
+    def exposed_by_axis(self) -> dict[str, float]:
+        """Seconds since the last `clear` that calls have kept this rank from computing, by axis: for data on their way,
+        and for ranks that came later."""
+        return dict(self._exposed)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Of all axes."""
+        return sum(self._exposed.values())
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -147,5 +191,6 @@ class Recorder:
         return found
 
     def clear(self) -> None:
-        """Forgets the counts (not `last`)."""
+        """Forgets the counts and the exposed time (not `last`)."""
         self._cells.clear()
+        self._exposed.clear()

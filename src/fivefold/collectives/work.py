@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.distributed.distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fivefold.collectives.record import Call, Progress
+from fivefold.collectives.record import Call, Progress, Recorder, Timeline
 
 _NO_TIMEOUT = timedelta(0)  # torch's way of saying so
 _AS_IT_IS = nullcontext()
@@ -41,13 +41,16 @@ def outside_modes() -> AbstractContextManager[object]:
 
 
 class RecordedWork(Work):
-    """Gloo's work, whose wait() raises CollectiveError."""
+    """Gloo's work, whose wait() raises CollectiveError and is exposed time."""
 
-    def __init__(self, work: Work, progress: Progress, call: Call) -> None:
+    def __init__(self, work: Work, progress: Progress, call: Call, recorder: Recorder) -> None:
         super().__init__()
         self._work = work
         self._progress = progress
         self._call = call
+        self._recorder = recorder
+        if recorder.timeline is not None and recorder.is_timed and call.primitive != "recv":
+            _tell_end(work, recorder.timeline, progress.axis, call.since)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         progress = self._progress
@@ -60,7 +63,7 @@ class RecordedWork(Work):
             raise failure(progress, self._call, error) from error
         finally:
             progress.waiting = None
-            progress.waited_seconds += time.monotonic() - progress.waiting_since
+            self._recorder.expose(progress.axis, progress.waiting_since)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -86,6 +89,13 @@ class RecordedWork(Work):
     def get_future(self) -> Any:
         # Its error is gloo's own: renaming it takes a callback from gloo's thread for every collective.
         return self._work.get_future()
+
+
+def _tell_end(work: Work, timeline: Timeline, axis: str, since: float) -> None:
+    """Tells when a work has ended, however long nobody waits for it. Gloo's messages have no future: of these only what
+    is waited for is seen."""
+    with suppress(RuntimeError):
+        work.get_future().add_done_callback(lambda _: timeline.add(axis, since, time.monotonic()))
 
 
 class _AllOf(Work):

@@ -148,7 +148,8 @@ def _routing(job: Job) -> float:
 def _eager_routing(job: Job) -> float:
     """What nn/router.py and nn/experts.py keep: scores and weights in float32 at least, choices and orders as
     int64, the rows before the experts and after, the shared experts' gate."""
-    experts, item, rows = job.model.experts, job.itemsize, job.tokens / job.sequence_split
+    experts, item = job.model.experts, job.itemsize
+    rows = float(job.tokens)  # whole also under sequence parallel
     exact, choices, copies = max(4, item), rows * experts.top_k, routed_rows(job) * job.imbalance
     found = exact * rows * experts.count
     if experts.auxiliary_loss:  # sums of scores, shares and numbers of choices
@@ -226,7 +227,7 @@ def loss(job: Job) -> float:
     """Logits and what the loss makes of them, of one micro-batch; chunked, what is kept for backward."""
     vocab = -(-job.model.vocab // job.tp)
     if job.stack.chunked_loss:
-        return float(job.model.hidden * (job.tokens * job.itemsize + vocab * job.itemsize))
+        return float(job.model.hidden * (job.tokens * job.itemsize + vocab * max(4, job.itemsize)))
     return job.tokens * vocab * job.stack.loss_bytes
 
 
@@ -249,12 +250,23 @@ def loss_chunk(job: Job) -> float:
 
 
 def embedding(job: Job) -> float:
-    """The embedding's output mask and the token ids, per micro-batch."""
+    """The embedding's output mask and the token ids, per micro-batch; of a part of the vocabulary, which ids are in
+    it."""
     mask = job.tokens * job.model.hidden / job.sequence_split if job.stack.dropout else 0.0
-    return mask + 8.0 * job.tokens
+    return mask + (8.0 + (job.tp > 1)) * job.tokens
 
 
 def head_input(job: Job) -> float:
-    """The final norm's input and output."""
-    each = _norm_copies(job, job.model.norm) + job.itemsize
-    return float(job.tokens * job.model.hidden * each / job.sequence_split)
+    """The final norm's input, and its output unless the loss makes that's gradient at once."""
+    rows = job.tokens / job.sequence_split
+    each = _norm_copies(job, job.model.norm) + job.itemsize * (not job.stack.chunked_loss)
+    return rows * (job.model.hidden * each + _norm_statistics(job))
+
+
+def rotary_tables(job: Job) -> float:
+    """Cosines and sines of a micro-batch's positions in float64, which all layers share; see `_projections` for those
+    that each layer casts. What is recomputed as a whole keeps none."""
+    if not job.stack.by_hand or job.model.positions != "rotary" or job.recompute in ("elementwise", "full"):
+        return 0.0
+    core = layer(job, bool(job.model.experts.count)).core
+    return 2.0 * 8 * core.queries * (core.qk_dim // 2)

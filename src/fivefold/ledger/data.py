@@ -40,33 +40,43 @@ def replica_degrees(job: Job) -> tuple[int, int]:
     return dense * job.dp_replicate, expert * job.dp_replicate
 
 
-def states(job: Job, share: Share) -> States:
-    """Bytes of parameters, gradients and optimizer state, each part split as zero says."""
+def states(job: Job, share: Share, whole: Share) -> States:
+    """Bytes of parameters, gradients and optimizer state, each part split as zero says; `whole` is the share before any
+    of it is filled up to be split."""
+    dense, expert = shard_degrees(job)
+    parts = (
+        _part_states(job, share.dense, whole.dense, dense),
+        _part_states(job, share.expert, whole.expert, expert),
+    )
+    return States(*(sum(kinds) for kinds in zip(*parts, strict=True)))
+
+
+def _part_states(job: Job, padded: int, whole: int, degree: int) -> States:
+    """States of so many elements over `degree` ranks. Experts may be dealt over all of them: then `degree` is 1, and
+    our trainer keeps no shard apart from what is read."""
     stack = job.stack
+    is_split = degree > 1 or not stack.shard_apart
     kept = kept_bytes(stack.compression, stack.reduce, stack.corrects_momentum)
     compute_copy = stack.compute_copy
-    if stack.shard_apart and job.zero in (1, 2) and shard_degrees(job)[0] > 1:
+    if stack.shard_apart and job.zero in (1, 2) and is_split:
         compute_copy = stack.gather
     optimizer = stack.moments + (stack.master if compute_copy else 0)
     copy = compute_copy or stack.master
     if stack.gradient < 4 <= stack.master:
         optimizer += 4  # the step's float32 copy of the gradient
     gathered = 0.0
-    if job.zero == 3:  # the shard is the master copy; what matmuls read is gathered
+    if job.zero == 3 and is_split:  # the shard is the master copy; what matmuls read is gathered
         copy, optimizer = stack.master, stack.moments
         if job.pp > 1:
-            gathered = _split(job, share, stack.gather, False)
-    whole_gradients = job.pp > 1
+            gathered = stack.gather * padded
+    # zero 1 adds micro-batches up whole; of a single one, buckets are scattered as they fill (parallel/data.py).
+    scatters = job.zero >= 2 or (job.zero == 1 and job.microbatches == 1 and stack.shard_apart)
+    own = -(-padded // degree)
     return States(
-        _split(job, share, copy, job.zero == 3) + gathered,
-        _split(job, share, stack.gradient, job.zero >= 2 and not whole_gradients),
-        _split(job, share, optimizer + kept, job.zero >= 1),
+        copy * (own if job.zero == 3 else padded) + gathered,
+        stack.gradient * (own if scatters and job.pp == 1 else whole),
+        (optimizer + kept) * (own if job.zero >= 1 else padded),
     )
-
-
-def _split(job: Job, share: Share, itemsize: int, split: bool) -> float:
-    dense, expert = shard_degrees(job) if split else (1, 1)
-    return itemsize * (-(-share.dense // dense) + -(-share.expert // expert))
 
 
 class Groups(NamedTuple):

@@ -103,7 +103,8 @@ def layer(job: Job, expert: bool) -> Layer:
         matmuls += _feed_forward(job, job.tokens, -(-model.ffn // job.tp), "feed-forward")
     else:
         local = experts.count // job.ep
-        matmuls.append(Matmul("router", job.tokens / job.sequence_split, experts.count, model.hidden))
+        routed = job.tokens / (1 if job.stack.keep_gathered else job.sequence_split)  # ours gathers before it
+        matmuls.append(Matmul("router", routed, experts.count, model.hidden))
         rows = routed_rows(job) * job.imbalance / local
         matmuls += _feed_forward(job, rows, experts.ffn // job.expert_width_split, "expert", local)
         if experts.shared_ffn:

@@ -86,6 +86,7 @@ def _stage(job: Job, cost: Costs, content: StageContent) -> Stage:
     if job.recompute in ("full", "elementwise"):  # layers run again once, for both halves of a split backward
         inputs, weights = inputs + weights, 0.0
     saved = content.dense_layers * cost.saved_dense + content.expert_layers * cost.saved_expert
+    saved += activations.rotary_tables(job)
     if content.first:
         saved += activations.embedding(job)
     if content.last:

@@ -122,10 +122,12 @@ def _simulated(
 
 @lru_cache(maxsize=65536)
 def held_at_once(
-    name: schedules.Name, ranks: int, microbatches: int, chunks: int, rank: int
+    name: schedules.Name, ranks: int, microbatches: int, chunks: int, rank: int, splits: bool = True
 ) -> tuple[tuple[int, ...], ...]:
     """What `rank` holds at its fullest: micro-batches of each of its stages, every combination that no other
-    exceeds in all. Times do not matter, only the order of its list; rounds after the fourth repeat."""
+    exceeds in all. Times do not matter, only the order of its list; rounds after the fourth repeat. Unless a backward
+    `splits` where the schedule does, it is over with its first half."""
+    last = Kind.WEIGHT_GRAD if splits else Kind.INPUT_GRAD
     if name == "gpipe":
         return ((microbatches,),)
     if microbatches % ranks == 0:
@@ -140,7 +142,7 @@ def held_at_once(
         if kind == 0:
             held[place[stage]] += 1
             grown = True
-        elif kind != 1:
+        elif kind in (last, Kind.BACKWARD):
             if grown:
                 found.add(tuple(held))
                 grown = False
@@ -210,6 +212,9 @@ def _run(
     """(end of every rank, its most activations, starts of its actions): each rank in turn goes on until it waits
     for another. Raises RuntimeError if the lists wait for one another."""
     durations = [(t.forward, t.input_grad, t.weight_grad, t.input_grad + t.weight_grad) for t in times]
+    # Where recomputation leaves weight gradients no part of their own, a backward is over with its first half.
+    last = [Kind.WEIGHT_GRAD if t.weight_grad else Kind.INPUT_GRAD for t in times]
+    backward = Kind.BACKWARD
     ends = [-1.0] * (2 * len(times) * microbatches + 2)
     ends[0] = 0.0
     clock, held, peak = ([0.0] * len(work) for _ in range(3))
@@ -251,7 +256,7 @@ def _run(
                     holds += sizes[stage]
                     if holds > most:
                         most = holds
-                elif kind != 1:
+                elif kind == backward or kind == last[stage]:
                     holds -= sizes[stage]
                 position += 1
             clock[rank], held[rank], peak[rank] = now, holds, most

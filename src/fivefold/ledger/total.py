@@ -96,7 +96,15 @@ def estimate(job: Job) -> Ledger:
             rank,
             _layers(job, built, rank),
             shares[rank],
-            memory(job, cost, line.peak_in_flight[rank], rank, share, spare),
+            memory(
+                job,
+                cost,
+                line.peak_in_flight[rank],
+                rank,
+                share,
+                spare,
+                pipeline.rank_share(job, built, rank),
+            ),
         )
         for rank, share in enumerate(shares)
     )
@@ -115,9 +123,12 @@ def _layers(job: Job, built: list[Stage], rank: int) -> int:
     return sum(content.dense_layers + content.expert_layers for content in own)
 
 
-def memory(job: Job, cost: Costs, held: float, rank: int, share: Share, buffers: float) -> Memory:
-    """One rank's memory: states, `held` bytes of activations in flight, what recomputation brings back."""
-    states = data.states(job, share)
+def memory(
+    job: Job, cost: Costs, held: float, rank: int, share: Share, buffers: float, whole: Share | None = None
+) -> Memory:
+    """One rank's memory: states, `held` bytes of activations in flight, what recomputation brings back. `whole` as in
+    `data.states`; by default as much as `share`, a little more."""
+    states = data.states(job, share, whole or share)
     last = rank == (0 if job.schedule in ("zbv", "dualpipev") else job.pp - 1)
     active = held + cost.live
     if last:

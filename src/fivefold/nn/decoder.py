@@ -111,7 +111,7 @@ class Decoder(nn.Module):
                 self.positions = nn.Embedding(model.max_positions, model.hidden)
             if model.embedding_norm:
                 self.embedding_norm = make_norm(model)
-        modes = Recompute(recompute)
+        self.recomputing = modes = Recompute(recompute)
         self.layers = nn.ModuleDict(
             {str(index): DecoderLayer(model, index, modes) for stage in self.stages for index in stage.layers}
         )

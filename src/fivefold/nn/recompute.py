@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -32,10 +33,13 @@ class Recompute:
 
     none: nothing. attention: the attention core. elementwise: everything in a layer but the outputs of
     projections and fused attention. full: everything in a layer but its input.
+
+    `kept`, while it is given, sees what "elementwise" keeps, of which autograd's hooks know nothing.
     """
 
     def __init__(self, mode: Literal["none", "attention", "elementwise", "full"]) -> None:
         self.mode = mode
+        self.kept: Callable[[torch.Tensor], None] | None = None
 
     def attention(self, function: Callable[P, R]) -> Callable[P, R]:
         """The attention core under this mode."""
@@ -46,9 +50,18 @@ class Recompute:
         if self.mode == "full":
             return _checkpointed(function)
         if self.mode == "elementwise":
-            context = partial(create_selective_checkpoint_contexts, _keep_matmuls)
+            context = partial(create_selective_checkpoint_contexts, self._keep_matmuls)
             return _checkpointed(function, context_fn=context)
         return function
+
+    def _keep_matmuls(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator not in _KEPT:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if self.kept is not None and not context.is_recompute:
+            for tensor in tree_leaves(context.op_output):
+                if isinstance(tensor, torch.Tensor):
+                    self.kept(tensor)
+        return CheckpointPolicy.MUST_SAVE
 
 
 def _checkpointed(function: Callable[P, R], **options: Any) -> Callable[P, R]:
@@ -58,7 +71,3 @@ def _checkpointed(function: Callable[P, R], **options: Any) -> Callable[P, R]:
         Callable[P, R],
         partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False, **options),
     )
-
-
-def _keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

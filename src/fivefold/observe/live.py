@@ -26,7 +26,8 @@ _BAR_COLUMNS = (24, 16, 10, 6)
 _SLACK_COLUMNS = 4  # left free where possible, so that a number one digit longer does not resize the bar
 # When columns are short, places of time are given up from the highest number; exposed communication is the
 # one that a layout can change.
-_SHARE_RANK: dict[Place, int] = {"communication": 8, "compute": 9, "data": 10, "checkpoint": 11, "other": 12}
+_SHARE_RANK: dict[Place, int] = {"communication": 8, "compute": 10, "data": 11, "checkpoint": 12, "other": 13}
+_EXPOSED_RANK = 9
 
 
 @dataclass(slots=True)
@@ -72,6 +73,16 @@ class RunProgress:
             for place in PLACES
         }
 
+    def exposed(self) -> dict[str, float]:
+        """The part of the window's seconds spent waiting in communication of each axis, the largest first."""
+        seconds: dict[str, float] = {}
+        for metrics in self.recent:
+            for axis, part in metrics.exposed_seconds.items():
+                seconds[axis] = seconds.get(axis, 0.0) + part
+        return {
+            axis: part / self.seconds for axis, part in sorted(seconds.items(), key=lambda item: -item[1])
+        }
+
 
 def plain_line(progress: RunProgress) -> str:
     """For a log file: every number with its name and unit, no control characters."""
@@ -91,6 +102,8 @@ def plain_line(progress: RunProgress) -> str:
     if progress.skipped:
         parts.append(f"{progress.skipped} skipped")
     parts.append(", ".join(_shares(progress).values()))
+    if exposed := _exposed(progress):
+        parts.append(exposed)
     parts.append(f"{duration_text(progress.seconds_left)} left")
     return "  ".join(parts)
 
@@ -137,9 +150,10 @@ class LiveLine:
         fields.append((7, Text(bytes_text(last.memory_bytes))))
         if progress.skipped:
             fields.append((2, Text(f"{progress.skipped} skipped", "yellow")))
-        return fields + [
-            (_SHARE_RANK[place], Text(share, "dim")) for place, share in _shares(progress).items()
-        ]
+        fields += [(_SHARE_RANK[place], Text(share, "dim")) for place, share in _shares(progress).items()]
+        if exposed := _exposed(progress):
+            fields.append((_EXPOSED_RANK, Text(exposed, "dim")))
+        return fields
 
     def _bar(self, columns: int) -> Text:
         done = min(round(columns * self.progress.last.step / self.progress.total_steps), columns)
@@ -148,6 +162,12 @@ class LiveLine:
 
 def _named(name: str, value: str) -> Text:
     return Text.assemble((f"{name} ", "dim"), value)
+
+
+def _exposed(progress: RunProgress) -> str:
+    """Communication that compute does not hide, by axis; "" where there is none to speak of."""
+    named = [f"{axis} {share:.0%}" for axis, share in progress.exposed().items() if share >= 0.005]
+    return f"exposed: {', '.join(named)}" if named else ""
 
 
 def _shares(progress: RunProgress) -> dict[Place, str]:

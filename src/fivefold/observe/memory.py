@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _Key = tuple[torch.device, int]  # names a storage as long as it lives
 
@@ -72,7 +73,8 @@ class SavedActivations(saved_tensors_hooks):
     A storage counts from the first time autograd saves it until the last node that needs it is freed, so the
     peak is that of whatever the step does: accumulation, several micro-batches in flight in a pipeline,
     recomputation (of a checkpointed region only the inputs are saved in forward; what backward recomputes is
-    not counted). Tensors that a custom autograd function keeps without `save_for_backward` are not seen.
+    not counted; what selective recomputation keeps, if it is told to `hold`). Tensors that a custom autograd function
+    keeps without `save_for_backward` are not seen.
 
     Costs a few microseconds per saved tensor.
     """
@@ -81,6 +83,7 @@ class SavedActivations(saved_tensors_hooks):
         super().__init__(self._pack, _unpack)
         self._excluded = set(_storages(excluded))
         self._holders: Counter[_Key] = Counter()  # saved tensors by storage
+        self._held: dict[_Key, tuple[int, StorageWeakRef]] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
 
@@ -95,8 +98,24 @@ class SavedActivations(saved_tensors_hooks):
             if not self._holders[key]:
                 self.live_bytes += size
             self._holders[key] += 1
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._look()
         return _Saved(tensor.detach(), self, kept)
+
+    def hold(self, tensor: Tensor) -> None:
+        """Counts `tensor`, which somebody else keeps for backward, as long as it lives."""
+        for key, size in _storages([tensor]).items():
+            if key not in self._excluded:
+                self._held[key] = size, StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._look()
+
+    def _look(self) -> None:
+        held = 0
+        for key, (size, storage) in list(self._held.items()):
+            if storage.expired():  # type: ignore[no-untyped-call]
+                del self._held[key]
+            elif not self._holders[key]:
+                held += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + held)
 
     def release(self, storages: dict[_Key, int]) -> None:
         """One holder of each of `storages` is gone."""

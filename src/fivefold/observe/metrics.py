@@ -32,6 +32,8 @@ class StepMetrics:
         expert_load: choices of the busiest expert over the mean of its layer (1 = balanced), the worst layer's; None
             without experts.
         traffic: bytes per rank (ledger convention) that collectives moved in this step, by axis.
+        exposed_seconds: of this step, those in which rank 0 waited in communication that nothing hid, by axis (under pp
+            with the pipeline's bubble); empty where the backend does not tell (nccl).
     """
 
     step: int
@@ -47,6 +49,7 @@ class StepMetrics:
     skipped: bool = False
     expert_load: float | None = None
     traffic: Mapping[str, int] = field(default_factory=dict)
+    exposed_seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:
@@ -75,6 +78,7 @@ class StepMetrics:
             "expert_load": self.expert_load,
             "seconds": dict(self.seconds),
             "traffic": dict(self.traffic),
+            "exposed_seconds": dict(self.exposed_seconds),
         }
 
     def to_json(self) -> str:

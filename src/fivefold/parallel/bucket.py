@@ -272,6 +272,11 @@ class Bucket:
             else:
                 slot.value.grad = self._own(slot)
 
+    def gradient_tensors(self) -> list[Tensor]:
+        """What it holds of gradients, but for those on their way."""
+        held = [self._gradient] if self._gradient is not None else []
+        return held + [p.grad for s in self._slots for p in (s.parameter, s.value) if p.grad is not None]
+
     def clear(self) -> None:
         """Drops the gradients, and what a compressor would keep of a step that was not applied."""
         if self.compressor is not None:

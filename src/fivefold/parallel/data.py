@@ -9,7 +9,8 @@ layer ahead: in forward and in backward (zero 3), or after the update (zero 1 an
 What carries out both, the backend or a program (`parallel.algorithm`): synchronise.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch import Tensor, nn
 from fivefold.collectives.record import Recorder
 from fivefold.config.tree import Precision
 from fivefold.parallel.bucket import Bucket
+
+MOST_UNDER_WAY = 4
+"""Buckets whose gradients may be on their way to their shards at once: two layers' with experts."""
 
 DTYPES = {
     "float64": torch.float64,
@@ -72,7 +76,11 @@ class DataParallel:
         self.units = units
         self.zero = zero
         self.overlap = overlap
+        self.after_backward: Callable[[], None] | None = (
+            None  # who is told, before anything is reduced or dropped
+        )
         self._last = True
+        self._under_way: deque[Bucket] = deque()
         self._recorder = Recorder()  # until a step brings its own
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         if not overlap:
@@ -98,10 +106,13 @@ class DataParallel:
 
     def end_micro_step(self) -> None:
         """After a backward: waits for what it has started."""
+        if self.after_backward is not None:
+            self.after_backward()
         for bucket in self.buckets:
             self._reduce_if_due(bucket)
         for bucket in self.buckets:
             bucket.accumulate()
+        self._under_way.clear()
 
     def end_step(self) -> None:
         """After the last backward: gradients become sums over all data ranks, in the values' `grad`."""
@@ -138,7 +149,8 @@ class DataParallel:
             bucket.clear()
 
     def parameter_tensors(self) -> list[Tensor]:
-        """The parameters this rank holds: with zero 3 its shards, else what forward sees."""
+        """The parameters this rank holds: with zero 3 its shards (under a pipeline what is gathered for the step, too),
+        else what forward sees."""
         return [tensor for bucket in self.buckets for tensor in self._kept(bucket)]
 
     def master_tensors(self) -> list[Tensor]:
@@ -146,7 +158,13 @@ class DataParallel:
         return [value for bucket in self.buckets for value in bucket.values]
 
     def _kept(self, bucket: Bucket) -> list[nn.Parameter]:
-        return bucket.values if self.zero == 3 and bucket.gathers else bucket.parameters
+        if self.zero < 3 or not bucket.gathers:
+            return bucket.parameters
+        return bucket.values if self.overlap else [*bucket.values, *bucket.parameters]
+
+    def gradient_tensors(self) -> list[Tensor]:
+        """The gradients this rank holds; what a reduction has on its way is a message."""
+        return [tensor for bucket in self.buckets for tensor in bucket.gradient_tensors()]
 
     def compression_tensors(self) -> Iterator[Tensor]:
         """What compression keeps for the next step."""
@@ -166,9 +184,15 @@ class DataParallel:
         bucket.drop()
 
     def _reduce_if_due(self, bucket: Bucket) -> None:
-        if bucket.is_due(self._last):
-            with self._recorder.phase("gradient"):
-                bucket.reduce()
+        if not bucket.is_due(self._last):
+            return
+        if (
+            self.zero and len(self._under_way) == MOST_UNDER_WAY
+        ):  # else gradients that zero splits would pile up whole
+            self._under_way.popleft().accumulate()
+        with self._recorder.phase("gradient"):
+            bucket.reduce()
+        self._under_way.append(bucket)
 
     def _watch(self, index: int, unit: Unit) -> None:
         """Gathers a unit's parameters before its forward and before its backward, the neighbour's meanwhile."""

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from fivefold.nn.attention import Core, Segments
+from fivefold.nn.by_hand import by_hand
 from fivefold.parallel.cut import Cut
 
 
@@ -32,6 +33,10 @@ class Ulysses:
         heads = [part.shape[2] for part in parts]
         whole: Tensor = _GatherSequence.apply(torch.cat(parts, dim=2), cut)  # type: ignore[no-untyped-call]
         query, key, value = torch.split(whole, heads, dim=1)
+        if heads[1] == 1 and by_hand(
+            query
+        ):  # as a view, one head would keep all that came with it for backward
+            key, value = key.clone(), value.clone()
         out = self.core(query, key, value, segments)
         back: Tensor = _ScatterSequence.apply(out, cut)  # type: ignore[no-untyped-call]
         return back.transpose(0, 1).flatten(1, 2)

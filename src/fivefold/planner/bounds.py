@@ -234,5 +234,6 @@ def held_bytes(job: Job, built: Sequence[Stage], rank: int) -> float:
     saved = [built[index].saved for index in own]
     if job.pp == 1:
         return sum(saved)
-    together = held_at_once(job.schedule, job.pp, job.microbatches, job.chunks, rank)
+    splits = any(stage.times.weight_grad for stage in built)
+    together = held_at_once(job.schedule, job.pp, job.microbatches, job.chunks, rank, splits)
     return max(sum(n * size for n, size in zip(counts, saved, strict=True)) for counts in together)

@@ -52,8 +52,12 @@ class Comparison:
         return not self.wrong
 
 
-def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Comparison:
-    """Every rank's account against the reference."""
+def compare(
+    found: Sequence[Measured], expected: Reference, bound: float, updated: float | None = None
+) -> Comparison:
+    """Every rank's account against the reference: `bound` is that of everything, or, if `updated` is given, of all but
+    what updates have changed."""
+    updated = bound if updated is None else updated
     gradients, state = (
         assemble(of_rank.gradients for of_rank in found),
         assemble(of_rank.state for of_rank in found),
@@ -65,7 +69,7 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
         for what, whole in (("initial ", initial), ("gradient of ", gradients), ("", state))
         for name in whole.disagreeing
     ]
-    wrong += _decisions(found)
+    wrong += _decisions(found, expected.skipped)
     is_inexact = not wrong
     of_gradients = _errors(gradients.tensors, expected.gradients)
     of_parameters = _parameter_errors(_family(state, "model."), expected)
@@ -75,22 +79,25 @@ def compare(found: Sequence[Measured], expected: Reference, bound: float) -> Com
         for name, error in _errors(_family(state, end=moment), _family(expected.state, end=moment)).items()
     }
     measured = Errors(
-        _relative(found[0].loss, expected.loss),
+        _relative(found[0].loss, expected.loss, expected.skipped),
         max(of_gradients.values()),
-        _relative(found[0].grad_norm, expected.grad_norm),
+        _relative(found[0].grad_norm, expected.grad_norm, expected.skipped),
         max(of_parameters.values()),
         max(of_moments.values(), default=0.0),
     )
     wrong += [f"{what}: error {error:.1e}" for what, error in _named(measured) if not error <= bound]
-    everything = of_gradients | of_parameters | of_moments
-    wrong += [f"{name}: error {error:.1e}" for name, error in everything.items() if not error <= bound]
+    after = of_parameters | of_moments
+    wrong += [f"{name}: error {error:.1e}" for name, error in of_gradients.items() if not error <= bound]
+    wrong += [f"{name}: error {error:.1e}" for name, error in after.items() if not error <= updated]
     if not wrong:
         return Comparison(measured, ())
     first, kind = _first(found, gradients, of_gradients, expected, bound)
-    after = of_parameters | of_moments
-    if first is None and not _relative(found[0].grad_norm[:1], expected.grad_norm[:1]) <= bound:
-        first, kind = "gradient norm", f"{found[0].grad_norm[0] / expected.grad_norm[0]:.6g} times what it is"
-    if first is None and (late := [name for name, error in after.items() if not error <= bound]):
+    if first is None and False in expected.skipped:
+        step = expected.skipped.index(False)
+        factor = found[0].grad_norm[step] / expected.grad_norm[step]
+        if not abs(factor - 1) <= bound:
+            first, kind = "gradient norm", f"{factor:.6g} times what it is"
+    if first is None and (late := [name for name, error in after.items() if not error <= updated]):
         first, kind = f"{late[0]} (update)", kind_of(state.tensors[late[0]], expected.state[late[0]])
     if first is None and state.disagreeing:
         first = f"{state.disagreeing[0]} (replicas)"
@@ -137,20 +144,35 @@ def _unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> lis
     return [n for n, tensor in expected.items() if n not in found or not torch.equal(found[n], tensor)]
 
 
-def _relative(found: Sequence[float], expected: Sequence[float]) -> float:
-    apart = [abs(f - e) / max(abs(e), 1e-300) for f, e in zip(found, expected, strict=True)]
-    return max(error if error == error else float("inf") for error in apart)
+def _relative(found: Sequence[float], expected: Sequence[float], skipped: Sequence[bool]) -> float:
+    """Over the steps that are not skipped."""
+    steps = zip(found, expected, skipped, strict=True)
+    apart = [abs(f - e) / max(abs(e), 1e-300) for f, e, is_skipped in steps if not is_skipped]
+    return max((error if error == error else float("inf") for error in apart), default=0.0)
 
 
-def _decisions(found: Sequence[Measured]) -> list[str]:
-    """What every rank must have decided alike."""
+def _decisions(found: Sequence[Measured], skipped: Sequence[bool]) -> list[str]:
+    """What every rank must have decided alike, and as one process does."""
     wrong = []
-    for what in ("loss", "grad_norm", "skipped"):
-        if any(getattr(of_rank, what) != getattr(found[0], what) for of_rank in found):
+    for what in ("loss", "grad_norm"):
+        told = [_numbers(getattr(of_rank, what)) for of_rank in found]
+        if any(numbers != told[0] for numbers in told):
             wrong.append(f"ranks disagree on {what}")
-    if any(skipped is not None for skipped in found[0].skipped):
-        wrong.append(f"steps were skipped: {found[0].skipped}")
+    decided = [tuple(why is not None for why in of_rank.skipped) for of_rank in found]
+    if any(of_rank != decided[0] for of_rank in decided):
+        wrong.append("ranks disagree on skipped")
+    elif decided[0] != tuple(skipped):
+        wrong.append(f"steps skipped: {_steps(decided[0])}; one process skips {_steps(skipped)}")
     return wrong
+
+
+def _numbers(values: Sequence[float]) -> list[float | None]:
+    """To be compared: NaN equals itself."""
+    return [value if value == value else None for value in values]
+
+
+def _steps(skipped: Sequence[bool]) -> str:
+    return ", ".join(str(step + 1) for step, is_skipped in enumerate(skipped) if is_skipped) or "none"
 
 
 def _first(

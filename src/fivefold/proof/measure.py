@@ -3,29 +3,31 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 from torch import Tensor, nn
 
 from fivefold.collectives.record import Row
-from fivefold.config.tree import Config
+from fivefold.config.tree import Config, Precision
 from fivefold.nn.dropout import step_key
 from fivefold.observe.clock import StepClock
-from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
+from fivefold.observe.memory import MemoryByCategory
 from fivefold.parallel.apply import ParallelModel, parallelize
 from fivefold.parallel.mesh import groups
 from fivefold.planner.jobs import hardware_of
 from fivefold.proof.batch import uneven_batch
 from fivefold.proof.gather import Sent, sent
 from fivefold.proof.routing import Choices, Flips, Routings
+from fivefold.proof.twin import OVERFLOWING_SCALE
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.trainer.batches import MicroBatch, held_out_share
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer
 from fivefold.trainer.place import place_from
+from fivefold.trainer.profile import StepProfile
 from fivefold.trainer.session import Session, open_session
 from fivefold.trainer.state import tensors
 from fivefold.trainer.step import Stepper
@@ -52,10 +54,10 @@ class Measured:
     Attributes:
         coordinates: of the rank on the mesh.
         initial, gradients, state: what it holds of parameters before, of gradients in, and of the run's state after
-            the steps; gradients are those of the first step.
+            the steps; gradients are those of the first step that was not skipped, without the loss scale.
         streams: of each layer it has.
         traffic: of the last step.
-        memory: of the first step.
+        memory, traffic_of_memory: of the first step.
         flips: where another's routing was replayed, what this rank would have chosen.
     """
 
@@ -69,6 +71,7 @@ class Measured:
     streams: dict[str, list[Stream]] = field(default_factory=dict)
     traffic: list[Row] = field(default_factory=list)
     memory: MemoryByCategory | None = None
+    traffic_of_memory: list[Row] = field(default_factory=list)
     flips: Flips | None = None
 
 
@@ -102,19 +105,25 @@ def _measure(session: Session, resolved: Resolved, permutation: int, replayed: C
     found = Measured(mesh.coordinates(rank))
     found.initial = sent({p.spec.name: p.piece(p.value) for p in model.parameters})
     routings = _replaying(resolved, model, permutation, replayed)
-    saved = SavedActivations([*model.module.parameters(), *model.data.master_tensors()])
+    profile = StepProfile(model, stepper.optimizer)
+
+    def inspect(model: ParallelModel) -> None:
+        profile.inspect(model)
+        found.gradients = _gradients(model, stepper.loss_scale.value)
+
     for step in range(config.run.steps):
         share = _share(resolved, step, permutation, session)
         tokens = (step + 1) * resolved.batch.global_batch_tokens
         learning_rate = resolved.learning_rate.at(tokens)
         session.recorder.clear()
         if step == 0:
-            with saved as activations, _watched(resolved, model, share, rank, found):
-                result = stepper.step(
-                    share, learning_rate, FLAGS, lambda _: _inspect(stepper, activations, found)
-                )
+            with profile, _watched(resolved, model, share, rank, found):
+                result = stepper.step(share, learning_rate, FLAGS, inspect)
+            found.memory, found.traffic_of_memory = profile.memory, session.recorder.rows()
         else:
-            result = stepper.step(share, learning_rate, FLAGS)
+            result = stepper.step(share, learning_rate, FLAGS, None if found.gradients else inspect)
+        if result.skipped is not None and not any(skipped is None for skipped in found.skipped):
+            found.gradients = {}
         found.loss.append(result.loss)
         found.grad_norm.append(result.grad_norm)
         found.skipped.append(result.skipped)
@@ -146,7 +155,7 @@ def _order(rows: int, permutation: int) -> Tensor:
 def _stepper(session: Session, resolved: Resolved) -> Stepper:
     config, world_size = resolved.config, session.world_size
     # Hosts as the ledger takes them to be: of cluster.preset = "2x2 cpu", two ranks on each.
-    on = hardware_of(replace(config, run=replace(config.run, ranks=world_size)))
+    on = hardware_of(structs.replace(config, run=structs.replace(config.run, ranks=world_size)))
     on_axes = groups(resolved, session.rank, on.fast_domain)
     model = parallelize(resolved, on_axes, session.rank, session.device)
     return Stepper(
@@ -155,9 +164,17 @@ def _stepper(session: Session, resolved: Resolved) -> Stepper:
         session.agreement,
         session.recorder,
         StepClock(),
-        LossScale.of(config.precision),
+        _loss_scale(config.precision),
         config.optimizer.clip,
     )
+
+
+def _loss_scale(precision: Precision) -> LossScale:
+    """In fp16 one that overflows in the first step, and is then as the run's."""
+    scale = LossScale.of(precision)
+    if precision.dtype == "fp16":
+        scale.value, scale.backoff = OVERFLOWING_SCALE, scale.value / OVERFLOWING_SCALE
+    return scale
 
 
 def _share(resolved: Resolved, step: int, permutation: int, session: Session) -> list[MicroBatch]:
@@ -167,21 +184,15 @@ def _share(resolved: Resolved, step: int, permutation: int, session: Session) ->
         batch = type(batch)(batch.tokens[order], batch.labels[order], batch.documents[order])
     data_rank, key = resolved.mesh.data_rank(session.rank), step_key(resolved.config.run.seed, step)
     spans = resolved.spans(session.rank)
-    return held_out_share(batch, resolved.batch, data_rank, session.device, spans, key)
+    share = held_out_share(batch, resolved.batch, data_rank, session.device, spans, key)
+    # As in training each holds ids of its own, not a view of the whole batch's that autograd would keep.
+    return [replace(each, inputs=replace(each.inputs, tokens=each.inputs.tokens.clone())) for each in share]
 
 
-def _inspect(stepper: Stepper, activations: SavedActivations, found: Measured) -> None:
-    """While gradients are whole and parameters still the old ones."""
-    model = stepper.model
+def _gradients(model: ParallelModel, loss_scale: float) -> dict[str, Sent]:
+    """While they are whole and parameters still the old ones."""
     gradients = {p: p.value.grad for p in model.parameters if p.value.grad is not None}
-    found.gradients = sent({p.spec.name: p.piece(gradient) for p, gradient in gradients.items()})
-    found.memory = memory_by_category(
-        parameters=model.data.parameter_tensors(),
-        gradients=gradients.values(),
-        optimizer=[*model.data.master_tensors(), *stepper.optimizer.state_tensors()],
-        buffers=model.module.buffers(),
-        activations=activations.peak_bytes,
-    )
+    return sent({p.spec.name: p.piece(gradient / loss_scale) for p, gradient in gradients.items()})
 
 
 @contextmanager
@@ -201,6 +212,10 @@ def _watched(
         kept = found.streams.setdefault(name, [])
 
         def hook(_module: nn.Module, _inputs: object, output: tuple[Tensor, object]) -> None:
+            if len(kept) == len(
+                numbers
+            ):  # a step that is skipped goes forward again, to say what was not finite
+                return
             values, tokens = output[0].detach().cpu(), numbers[len(kept)].flatten()
             if values.dim() == 2:  # sequence parallel: this rank's run of the tokens, filled up at the end
                 tokens = tokens[at["tp"] * len(values) :][: len(values)]

@@ -32,9 +32,10 @@ class Reference:
 
     Attributes:
         learning_rate, eps: the largest rate of the steps, and AdamW's eps (of SGD infinite: it divides by nothing).
-        gradients: of the first step.
+        gradients: of the first step that is not skipped.
         streams: every layer's output in the first step, `[tokens of the batch, hidden]`.
         routing: the routers' choices in every step.
+        skipped: which steps leave everything as it was.
     """
 
     learning_rate: float
@@ -46,10 +47,15 @@ class Reference:
     grad_norm: list[float] = field(default_factory=list)
     streams: dict[str, Tensor] = field(default_factory=dict)
     routing: Choices = field(default_factory=dict)
+    skipped: tuple[bool, ...] = ()
 
 
-def reference(config: Config) -> Reference:
-    """Trains the twin `config` in this process, whatever its layout; below float32, in float32."""
+def reference(config: Config, skipped: tuple[bool, ...] = ()) -> Reference:
+    """Trains the twin `config` in this process, whatever its layout; below float32, in float32.
+
+    Args:
+        skipped: the steps that one process in the twin's own precision skips.
+    """
     is_double = config.precision.dtype == "float64"
     alone = replace(
         config,
@@ -66,6 +72,7 @@ def reference(config: Config) -> Reference:
         resolved.learning_rate.peak,
         inf if config.optimizer.name == "sgd" else config.optimizer.eps,
         initial={name: value.detach().clone() for name, value in named.items()},
+        skipped=skipped or (False,) * config.run.steps,
     )
     hooks = [
         layer.register_forward_hook(_keeping(found.streams, f"layers.{index}"))
@@ -78,14 +85,17 @@ def reference(config: Config) -> Reference:
         count = max(batch.loss_tokens, 1)
         loss = module(batch.inputs, count / rows) / count
         loss.backward()
-        if step == 0:
+        is_skipped = found.skipped[step]
+        if not found.gradients and not is_skipped:
             found.gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         limit = config.optimizer.clip or float("inf")
         norm = nn.utils.clip_grad_norm_(named.values(), limit)
         for group in optimizer.param_groups:
             group["lr"] = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
-        optimizer.step()
-        module.balance(module.take_counts())
+        counts = module.take_counts()
+        if not is_skipped:
+            optimizer.step()
+            module.balance(counts)
         optimizer.zero_grad()
         found.loss.append(loss.item())
         found.grad_norm.append(norm.item())

@@ -1,8 +1,6 @@
 """Does a layout compute what one process computes, and did it cost what was predicted?"""
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -12,11 +10,9 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import asdict, replace
 
-from fivefold.collectives.record import Row
-from fivefold.config.tree import Config, Parallel
-from fivefold.ledger.job import Job
-from fivefold.ledger.total import estimate, traffic_of
+from fivefold.config.tree import Config, Parallel, Precision
 from fivefold.planner.jobs import job_of
+from fivefold.proof.account import MemoryLine, memory_lines, traffic_lines
 from fivefold.proof.compare import BOUNDS, Comparison, compare
 from fivefold.proof.measure import Measured, Sabotage, measure
 from fivefold.proof.ranks import RankError, Ranks
@@ -26,8 +22,10 @@ from fivefold.proof.twin import twin
 from fivefold.spec.mesh import AXES, resolve
 
 PERMUTATIONS = (1, 2, 3)
-HALF_FACTOR = 3.0
+ROUNDING_FACTOR = 3.0
 """bf16 and fp16 may be this much further off than what one process shows when its rows change places."""
+MOST_ROUNDING = 1e-4
+"""Of updates in float32."""
 CASE_SECONDS = 180.0
 
 
@@ -39,7 +37,7 @@ class Case:
         dtypes: what was computed in, float64 first.
         comparisons: by dtype.
         traffic: (measured, predicted) bytes by "axis primitive phase" where they differ, on some rank.
-        memory: (measured, predicted) bytes by category on the fullest rank.
+        memory: measured beside predicted, on the fullest rank.
         axis: the axis that owns what is wrong.
         problem: why nothing could be compared.
         flips: where the reference's routing was replayed, what would have been chosen.
@@ -50,7 +48,7 @@ class Case:
     dtypes: tuple[str, ...]
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
-    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    memory: list[MemoryLine] = field(default_factory=list)
     axis: str | None = None
     problem: str | None = None
     flips: Flips | None = None
@@ -96,7 +94,8 @@ class Case:
             "wrong": list(failed.wrong) if failed else [],
             "traffic_matches": not self.traffic,
             "traffic": {name: list(pair) for name, pair in self.traffic.items()},
-            "memory": {name: list(pair) for name, pair in self.memory.items()},
+            "memory": {line.category: [line.measured, line.predicted] for line in self.memory},
+            "memory_notes": {line.category: line.note for line in self.memory if line.note},
             "problem": self.problem,
             "routing": str(self.flips) if self.flips else None,
         }
@@ -111,6 +110,7 @@ class Verifier:
         self.sabotage = sabotage
         self._ranks: Ranks | None = None
         self._references: dict[bytes, Reference] = {}
+        self._rounding: dict[bytes, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -134,12 +134,14 @@ class Verifier:
             return Case(first.parallel, accumulation, tuple(dtypes), axis=axis, problem=_line(error))
         case = Case(first.parallel, accumulation, tuple(dtypes))
         for of_twin, measured in zip(twins, found, strict=True):
-            expected, bound = self._reference(of_twin), self._bound(of_twin)
-            case.comparisons[of_twin.precision.dtype] = compare(measured, expected, bound)
+            expected, bounds = self._reference(of_twin), self._bounds(of_twin)
+            case.comparisons[of_twin.precision.dtype] = compare(measured, expected, *bounds)
         case.flips = _flips(found[-1])
         last = twins[-1]
-        case.traffic.update(_traffic(last, ranks, found[-1]))
-        case.memory.update(_memory(last, ranks, found[-1]))
+        job = job_of(replace(last, run=replace(last.run, ranks=ranks)))
+        lines = traffic_lines(job, found[-1])
+        case.traffic.update({line.name: (line.measured, line.predicted) for line in lines if not line.equal})
+        case.memory = memory_lines(job, found[-1])
         if case.failed is not None:
             failing = next(dtype for dtype, c in case.comparisons.items() if not c.passed)
             case.axis = self._owner(config, failing)
@@ -163,12 +165,19 @@ class Verifier:
 
     def _reference(self, config: Config) -> Reference:
         """Computed once for all layouts of the same twin."""
-        key = msgspec.json.encode(
-            replace(config, parallel=Parallel(), batch=replace(config.batch, micro_batch=1))
-        )
+        key = _reference_key(config)
         if key not in self._references:
-            self._references[key] = reference(config)
+            self._references[key] = reference(config, self._skipped(config))
         return self._references[key]
+
+    def _skipped(self, config: Config) -> tuple[bool, ...]:
+        """The steps that one process skips in fp16, whose range overflows."""
+        if config.precision.dtype != "fp16":
+            return (False,) * config.run.steps
+        ((alone,),) = self._on_ranks(
+            1, [replace(config, parallel=Parallel())], 0, nullcontext, [None]
+        )  # with its own routing: the reference's is not there yet
+        return tuple(why is not None for why in alone.skipped)
 
     def _routing(self, config: Config) -> Choices | None:
         """To be replayed: below float64 a rounding may turn a choice over, and everything after it."""
@@ -176,15 +185,41 @@ class Verifier:
             return None
         return self._reference(config).routing
 
-    def _bound(self, config: Config) -> float:
+    def _bounds(self, config: Config) -> tuple[float, float]:
+        """Of gradients, and of what updates have changed.
+
+        AdamW divides each element by its own size, so those that are all rounding move by as much as any; in a small
+        twin in float32 that shows. There an update may be three times as far off as that of one process is from
+        float64's.
+        """
         dtype = config.precision.dtype
-        if dtype in BOUNDS:
-            return BOUNDS[dtype]
-        alone = replace(config, parallel=Parallel())
-        routing = [self._routing(config)]
-        shuffled = [self._on_ranks(1, [alone], seed, nullcontext, routing)[0] for seed in PERMUTATIONS]
+        if dtype == "float64":
+            return BOUNDS[dtype], BOUNDS[dtype]
+        key = _reference_key(config)
+        if key not in self._rounding:
+            measure_it = self._update_rounding if dtype == "float32" else self._shuffled
+            self._rounding[key] = ROUNDING_FACTOR * measure_it(config)
+        if dtype == "float32":
+            return BOUNDS[dtype], min(max(BOUNDS[dtype], self._rounding[key]), MOST_ROUNDING)
+        return self._rounding[key], self._rounding[key]
+
+    def _shuffled(self, config: Config) -> float:
+        """The worst error that one process shows when its rows change places."""
         expected = self._reference(config)
-        return HALF_FACTOR * max(compare(found, expected, 0.0).errors.worst for found in shuffled)
+        shuffled = [self._alone(config, seed) for seed in PERMUTATIONS]
+        return max(compare([found], expected, 0.0).errors.worst for found in shuffled)
+
+    def _update_rounding(self, config: Config) -> float:
+        """How far one process's parameters and moments are from those in float64."""
+        exact = self._reference(replace(config, precision=Precision(dtype="float64")))
+        found = compare([self._alone(config, 0)], exact, 0.0).errors
+        return max(found.parameter, found.moment)
+
+    def _alone(self, config: Config, permutation: int) -> Measured:
+        """The twin on one rank."""
+        alone = replace(config, parallel=Parallel())
+        ((found,),) = self._on_ranks(1, [alone], permutation, nullcontext, [self._routing(config)])
+        return found
 
     def _owner(self, config: Config, dtype: str) -> str:
         """The axis that is wrong by itself; where none is, those of the layout together."""
@@ -197,9 +232,16 @@ class Verifier:
                 (found,) = self._measure([of_twin], ranks)
             except RankError:
                 return axis
-            if not compare(found, self._reference(of_twin), self._bound(of_twin)).passed:
+            if not compare(found, self._reference(of_twin), *self._bounds(of_twin)).passed:
                 return axis
         return " with ".join(used) or "none"
+
+
+def _reference_key(config: Config) -> bytes:
+    """What one process's numbers depend on."""
+    return msgspec.json.encode(
+        replace(config, parallel=Parallel(), batch=replace(config.batch, micro_batch=1))
+    )
 
 
 def _used(parallel: Parallel) -> list[str]:
@@ -224,74 +266,6 @@ def _only(parallel: Parallel, axis: str) -> Parallel:
     """The layout with nothing but an axis."""
     kept = {name: getattr(parallel, name) for name in (*KEPT[axis], "backend")}
     return Parallel(**({"dp_shard": 1} | kept))
-
-
-def _traffic(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str, tuple[int, int]]:
-    """(measured, predicted) bytes where they differ.
-
-    What a rank sends to experts depends on routing: there it is the sum over all ranks of the stage that must be as
-    predicted. Else the rank at the beginning of every other axis, which holds the most, is asked; of a program's
-    messages, every rank that holds as much as that one.
-    """
-    job = dataclasses.replace(job_of(replace(config, run=replace(config.run, ranks=ranks))), imbalance=1.0)
-    differing: dict[str, tuple[int, int]] = {}
-    for stage in range(job.pp):
-        of_stage = [of_rank for of_rank in found if of_rank.coordinates["pp"] == stage]
-        measured, everywhere = _bytes(of_stage[0].traffic), Counter[str]()
-        for of_rank in of_stage:
-            everywhere.update(_bytes(of_rank.traffic))
-        predicted = _predicted(job, stage, 0)
-        for name in measured.keys() | predicted.keys():
-            here, told = measured[name], round(predicted.get(name, 0.0))
-            if name.startswith("ep "):
-                here, told = everywhere[name], round(predicted.get(name, 0.0) * len(of_stage))
-            if here != told:
-                differing.setdefault(name, (here, told))
-        if job.stack.algorithm != "backend":
-            for place, of_rank in enumerate(of_stage[:: job.tp]):
-                measured, predicted = _bytes(of_rank.traffic), _predicted(job, stage, place)
-                for name in filter(_is_message_of_data, measured.keys() | predicted.keys()):
-                    if measured[name] != (told := round(predicted.get(name, 0.0))):
-                        differing.setdefault(name, (measured[name], told))
-    return differing
-
-
-def _predicted(job: Job, stage: int, place: int) -> dict[str, float]:
-    """Bytes by axis, primitive and phase of the rank at that place of the data and context axes."""
-    found: dict[str, float] = {}
-    for row in traffic_of(job, stage, place):
-        name = f"{row.axis} {row.primitive} {row.phase}"
-        found[name] = found.get(name, 0.0) + row.bytes_per_rank
-    return found
-
-
-def _is_message_of_data(name: str) -> bool:
-    return name.startswith("dp_") and " send " in name
-
-
-def _bytes(rows: Iterable[Row]) -> Counter[str]:
-    """By axis, primitive and phase; a message counts where it is sent."""
-    found: Counter[str] = Counter()
-    for row in rows:
-        if row.primitive not in ("recv", "barrier"):
-            found[f"{row.axis} {row.primitive} {row.phase}"] += row.bytes_per_rank
-    return found
-
-
-def _memory(config: Config, ranks: int, found: Sequence[Measured]) -> dict[str, tuple[int, int]]:
-    """(measured, predicted) bytes of each category, each on the rank where it is most; of activations, what autograd
-    keeps for backward."""
-    ledger = estimate(job_of(replace(config, run=replace(config.run, ranks=ranks))))
-    told = [of_rank.memory for of_rank in found if of_rank.memory is not None]
-    found_bytes = {
-        name: (
-            max(getattr(memory, name) for memory in told),
-            round(max(getattr(of_class.memory, name) for of_class in ledger.ranks)),
-        )
-        for name in ("parameters", "gradients", "optimizer")
-    }
-    saved = max(memory.activations for memory in told), round(max(ledger.timeline.peak_in_flight))
-    return found_bytes | {"activations": saved}
 
 
 def _flips(found: Sequence[Measured]) -> Flips | None:

@@ -46,7 +46,9 @@ def case_lines(found: dict[str, Any]) -> list[str]:
     if found["traffic_matches"] and found["problem"] is None:
         lines.append("  traffic: every byte as predicted")
     for name, (measured, predicted) in found["memory"].items():
-        lines.append(f"  memory {name}: {measured:,} bytes measured, {predicted:,} predicted")
+        note = found["memory_notes"].get(name, "") if measured != predicted else ""
+        shown = f"  memory {name}: {measured:,} bytes measured, {predicted:,} predicted"
+        lines.append(f"{shown} ({note})" if note else shown)
     return lines
 
 

@@ -15,7 +15,6 @@ from fivefold.nn.dropout import step_key
 from fivefold.nn.generate import generate
 from fivefold.nn.hub.weights import HubWeights
 from fivefold.observe.clock import StepClock
-from fivefold.observe.memory import MemoryByCategory, SavedActivations, memory_by_category
 from fivefold.observe.metrics import StepMetrics
 from fivefold.observe.observer import Observer
 from fivefold.parallel.apply import ParallelModel, parallelize
@@ -30,6 +29,7 @@ from fivefold.trainer.evaluate import evaluate
 from fivefold.trainer.identity import identity, refuse_change
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer, behind
+from fivefold.trainer.profile import StepProfile
 from fivefold.trainer.session import Session
 from fivefold.trainer.shelf import CheckpointError
 from fivefold.trainer.state import Counters, Regrouped, tensors
@@ -116,6 +116,13 @@ class Loop:
             load(parameter, weights)
         self.model.data.updated()
 
+    def steps(self, count: int) -> None:
+        """So many steps and nothing else: no evaluation, no checkpoint."""
+        self.session.recorder.clear()
+        self.stepper.clock.lap()
+        for _ in range(count):
+            self._step()
+
     def run(self) -> str:
         """Trains until the last step or until a stop is agreed; returns how it ended."""
         run, checkpoint = self.resolved.config.run, self.resolved.config.checkpoint
@@ -168,37 +175,16 @@ class Loop:
     ) -> StepResult:
         """This start's first step, with memory by category told afterwards."""
         self.profiled = True
-        found: list[MemoryByCategory] = []
-        model, optimizer = self.model, self.stepper.optimizer
-        saved = SavedActivations(
-            [*model.module.parameters(), *model.data.master_tensors(), *model.module.buffers()]
-        )
-        with saved as activations, self.session.profiled():
-            result = self.stepper.step(
-                share,
-                learning_rate,
-                flags,
-                lambda _: found.append(
-                    memory_by_category(
-                        parameters=model.data.parameter_tensors(),
-                        gradients=[p.value.grad for p in model.parameters if p.value.grad is not None],
-                        optimizer=[
-                            *model.data.master_tensors(),
-                            *optimizer.state_tensors(),
-                            *model.data.compression_tensors(),
-                        ],
-                        buffers=model.module.buffers(),
-                        activations=activations.peak_bytes,
-                    )
-                ),
-            )
-        self.observer.memory(found[0])
+        with StepProfile(self.model, self.stepper.optimizer) as profile, self.session.profiled():
+            result = self.stepper.step(share, learning_rate, flags, profile.inspect)
+        self.observer.memory(profile.memory)
         return result
 
     def _report(self, result: StepResult, learning_rate: float, plan: BatchPlan) -> None:
         """Tells a step to whoever watches; ends the run after too many skips in a row."""
         self.last_loss = result.loss
         self.observer.step(self._metrics(result, learning_rate, plan))
+        self.session.recorder.clear()
         if result.skipped is None:
             return
         counters, most = self.counters, self.resolved.config.precision.max_skips
@@ -208,10 +194,9 @@ class Loop:
             raise RunError(f"{line}; {counters.skips_in_a_row} skips in a row (precision.max_skips)")
 
     def _metrics(self, result: StepResult, learning_rate: float, plan: BatchPlan) -> StepMetrics:
-        """What the step that just ended did and cost; begins the next step's account."""
+        """What the step that just ended did and cost."""
         config, session = self.resolved.config, self.session
-        seconds, traffic = self.stepper.clock.lap(), session.recorder.bytes_by_axis()
-        session.recorder.clear()
+        seconds = self.stepper.clock.lap()
         flops_per_token = 3 * forward_per_token(config.model, plan.sequence_length, "causal").total
         flops_per_second = flops_per_token * plan.global_batch_tokens / sum(seconds.values())
         peak = config.machine.peak_flops * session.world_size
@@ -228,7 +213,8 @@ class Loop:
             loss_scale=result.loss_scale if self._has_loss_scale else None,
             skipped=result.skipped is not None,
             expert_load=result.expert_load,
-            traffic=traffic,
+            traffic=session.recorder.bytes_by_axis(),
+            exposed_seconds=session.recorder.exposed_by_axis(),
         )
 
     def _evaluate(self) -> None:

@@ -18,12 +18,14 @@ class LossScale:
         good_steps: updates since the factor last changed.
         growth_steps: updates after which it doubles; 0 = it never changes.
         floor: it never falls below; an overflow there is a fault of the model, not of the scale.
+        backoff: what an overflow multiplies it by.
     """
 
     value: float = 1.0
     good_steps: int = 0
     growth_steps: int = 0
     floor: float = 1.0
+    backoff: float = BACKOFF
 
     @staticmethod
     def of(precision: Precision) -> "LossScale":
@@ -41,7 +43,7 @@ class LossScale:
         if not self.growth_steps:
             return
         if skipped:
-            self.value, self.good_steps = max(self.value * BACKOFF, self.floor), 0
+            self.value, self.good_steps = max(self.value * self.backoff, self.floor), 0
             return
         self.good_steps += 1
         if self.good_steps == self.growth_steps:

@@ -111,7 +111,7 @@ class Stepper:
 
     def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss_tokens: float) -> float:
         """Adds the micro-batches' gradients; returns their summed loss, as far as this rank has it."""
-        model, waited = self.model, self.recorder.waited_seconds
+        model, exposed = self.model, self.recorder.exposed_seconds
         per_sequence, factor = loss_tokens / micro_batches[0].sequences, self.loss_scale.value / loss_tokens
         with self.clock.measure("compute"):
             if model.pipeline is not None:
@@ -121,7 +121,7 @@ class Stepper:
                 for index, batch in enumerate(micro_batches):
                     model.data.begin_micro_step(last=index == len(micro_batches) - 1)
                     loss_sum += self._one(batch, per_sequence, factor)
-        self.clock.move(self.recorder.waited_seconds - waited, "compute", "communication")
+        self.clock.move(self.recorder.exposed_seconds - exposed, "compute", "communication")
         return loss_sum
 
     def _one(self, batch: MicroBatch, per_sequence: float, factor: float) -> float:

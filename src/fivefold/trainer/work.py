@@ -2,9 +2,12 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -23,9 +26,10 @@ from fivefold.trainer.checkpoint import Checkpointer
 from fivefold.trainer.directory import CHECKPOINTS, TOKENIZER, choose_directory, write_run
 from fivefold.trainer.loop import Loop
 from fivefold.trainer.place import Place
-from fivefold.trainer.session import open_session
+from fivefold.trainer.session import Session, open_session
 from fivefold.trainer.stop import StopSignal
 
+T = TypeVar("T")
 SAMPLE_PROMPT = "def "
 
 
@@ -55,17 +59,14 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
         StopSignal() as stop,
         open_session(place, config.parallel.backend, config.run.timeout_seconds) as session,
     ):
-        settled = session.from_main(lambda: _settle(config, resume, session.device))
+        settled = session.from_main(
+            lambda: _settle(config, choose_directory(config.run, resume), session.device)
+        )
         stop.listen()
         if not resume:
             session.from_main(lambda: settled.write(resume))
-        resolved = replace(resolved, config=settled.config)
-        if note := machine.apply(settled.config.machine):
-            print(f"rank {session.rank}: {note}", file=sys.stderr)
-        stores = [open_store(directory) for directory in settled.tokens]
-        samples = Mixture(stores, config.data, resolved.batch.sequence_length, config.run.seed)
-        checkpoints = Checkpointer(settled.directory / CHECKPOINTS, config.checkpoint)
-        loop = Loop(session, resolved, samples, checkpoints, lambda: bool(stop))
+        loop, stores = _build(session, resolved, settled, stop)
+        checkpoints = loop.checkpoints
         if resume:
             loop.restore()
             if loop.counters.step >= config.run.steps:
@@ -88,9 +89,55 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
     return ended == "done"
 
 
-def _settle(config: Config, resume: bool, device: torch.device) -> _Settled:
+def first_steps(resolved: Resolved, place: Place | None, take: Callable[[Loop], T]) -> T:
+    """What `take` makes of a run about to take its first step. Every rank calls it alike; nothing is left but the
+    prepared data, beside which the run's directory lies meanwhile: all ranks see it there.
+
+    Raises:
+        BadInput: the data cannot be used.
+    """
+    config = resolved.config
+    with (
+        ExitStack() as stack,
+        StopSignal() as stop,
+        open_session(place, config.parallel.backend, config.run.timeout_seconds) as session,
+    ):
+        settled = session.from_main(lambda: _settle_briefly(config, session.device, stack.enter_context))
+        stop.listen()
+        loop, _ = _build(session, resolved, settled, stop)
+        if weights := given_weights(config.model):
+            loop.start_from(weights)
+        found = take(loop)
+        loop.checkpoints.close()
+        return found
+
+
+def _settle_briefly(
+    config: Config, device: torch.device, enter: Callable[[TemporaryDirectory[str]], str]
+) -> _Settled:
+    """As `_settle`, in a directory that goes when what `enter` entered is left."""
+    settled = _settle(config, Path(), device)
+    beside = settled.tokens[0].parent
+    directory = enter(TemporaryDirectory(prefix=".account-", dir=beside, ignore_cleanup_errors=True))
+    return replace(settled, directory=Path(directory))
+
+
+def _build(
+    session: Session, resolved: Resolved, settled: _Settled, stop: StopSignal
+) -> tuple[Loop, list[TokenStore]]:
+    """The run at its beginning, and what it reads."""
+    config = settled.config
+    resolved = replace(resolved, config=config)
+    if note := machine.apply(config.machine):
+        print(f"rank {session.rank}: {note}", file=sys.stderr)
+    stores = [open_store(directory) for directory in settled.tokens]
+    samples = Mixture(stores, config.data, resolved.batch.sequence_length, config.run.seed)
+    checkpoints = Checkpointer(settled.directory / CHECKPOINTS, config.checkpoint)
+    return Loop(session, resolved, samples, checkpoints, lambda: bool(stop)), stores
+
+
+def _settle(config: Config, directory: Path, device: torch.device) -> _Settled:
     """Rank 0's choices, not yet written into the run's config."""
-    directory = choose_directory(config.run, resume)
     stores = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
     measured, reason = machine.measure(config.machine, config.precision.dtype, device)
     run = msgspec.structs.replace(config.run, dir=str(directory))
