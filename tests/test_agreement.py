@@ -15,11 +15,15 @@ import torch
 
 from fivefold.config.tree import Config, Precision
 from fivefold.observe.memory import SavedActivations
+from fivefold.parallel.local import LocalParameter
 from fivefold.proof.gather import wholes
 from fivefold.spec.legal import resolve_config
+from fivefold.spec.parameters import Parameter
+from fivefold.spec.parts import Part
 from fivefold.trainer.batches import MicroBatch, held_out_share
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.state import tensors
+from fivefold.trainer.step import local_square_norm
 from ranks import Ranks
 from test_run import CONFIG, settings
 from toy import CPU, global_batch, start_group, stepper_on, toy_config
@@ -193,3 +197,13 @@ def peaks_of_steps(rank: int, world_size: int, config: Config) -> list[int]:
             stepper.step(micro_batches, 1e-3)
         peaks.append(activations.peak_bytes)
     return peaks
+
+
+def test_the_norm_of_many_elements_is_not_eaten_by_rounding() -> None:
+    """torch's own norm of these is 2e-4 too small on a CPU."""
+    value = torch.nn.Parameter(torch.zeros(2000, 4000))
+    value.grad = 1e-3 * torch.randn(2000, 4000, generator=torch.Generator().manual_seed(1))
+    spec = Parameter("embedding.weight", (2000, 4000), "embedding")
+    held = LocalParameter(spec, Part((0, 0), (2000, 4000)), value, copies=1)
+    exact = value.grad.double().square().sum().item()
+    assert local_square_norm([held]) == pytest.approx(exact, rel=3e-6)

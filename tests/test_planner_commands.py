@@ -43,7 +43,8 @@ def document(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> 
 
 
 def test_estimate_keeps_its_contract(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = document(capsys, "estimate", config, "--json", "--set", "parallel.zero=3")
+    layout = ("--set", "parallel.zero=3", "--set", "parallel.recompute=attention")
+    found = document(capsys, "estimate", config, "--json", *layout)
     assert {"fits", "reason", "world_size", "bubble_fraction", "communication_compute_ratio"} <= set(found)
     assert {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "hfu"} <= set(found)
     assert {"total", "active", "per_rank_max"} <= set(found["parameters"])
@@ -81,7 +82,7 @@ def test_estimate_says_no_with_one(config: str, capsys: pytest.CaptureFixture[st
 
 
 def test_every_line_explains_itself(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    zero = ("--set", "parallel.zero=3")
+    zero = ("--set", "parallel.zero=3", "--set", "parallel.recompute=attention")
     assert main(["estimate", config, *zero, "--explain", "list"]) == 0
     for line in capsys.readouterr().out.split():
         assert main(["estimate", config, *zero, "--explain", line]) == 0
