@@ -147,7 +147,9 @@ def local_square_norm(parameters: Sequence[LocalParameter]) -> float:
         (piece, p.copies)
         for p in parameters
         if (gradient := p.gradient()) is not None
-        for piece in (gradient.flatten().split(NORM_PIECE) if gradient.device.type == "cpu" else [gradient])
+        for piece in (
+            torch.split(gradient.flatten(), NORM_PIECE) if gradient.device.type == "cpu" else [gradient]
+        )
     ]
     if not held:
         return 0.0
