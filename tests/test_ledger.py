@@ -147,8 +147,13 @@ def in_place(_: object, a: Any, b: Any, *more: Any, **options: Any) -> int:
 
 
 def grouped(a: Any, b: Any, *more: Any, **options: Any) -> int:
-    """FLOPs of _grouped_mm: rows by matrices, or in backward the rows of both by each other."""
+    """FLOPs of rows by their experts' matrices."""
     return int(2 * a[0] * a[1] * b[-1])
+
+
+def transposed(a: Any, b: Any, *more: Any, **options: Any) -> int:
+    """FLOPs of the rows of both by each other."""
+    return int(2 * a[0] * a[1] * b[1])
 
 
 def pairs(query: Any, key: Any, value: Any) -> int:
@@ -170,7 +175,8 @@ ATEN = torch.ops.aten
 UNCOUNTED: Any = {
     ATEN.addmm_: in_place,
     ATEN.baddbmm_: in_place,
-    ATEN._grouped_mm: grouped,
+    torch.ops.fivefold.rows_times: grouped,
+    torch.ops.fivefold.transposed_times: transposed,
     ATEN._scaled_dot_product_flash_attention_for_cpu: flash,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flash_backward,
 }

@@ -158,11 +158,6 @@ def _eager_routing(job: Job) -> float:
         found += exact * (choices + rows)
     found += 8 * choices + 16 * copies + item * choices
     found += 2 * copies * item * job.model.hidden
-    widths = (job.model.hidden, experts.ffn // job.expert_width_split)
-    if item < 8 and all(
-        width * item % 16 == 0 for width in widths
-    ):  # ends of the groups of three grouped products
-        found += 3 * 4 * (experts.count // job.ep)
     if experts.shared_gate:
         found += job.tokens * item * (job.model.hidden + 1)
     return found

@@ -7,12 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+TILE = 32
+"""On CPUs, rows are multiplied in whole tiles: oneDNN compiles a kernel for each shape that it meets and keeps a
+thousand of them, and no two steps send an expert equally many rows."""
+
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each group of rows times its expert's matrix, transposed.
 
-    Float64 goes expert by expert, and widths that are not whole multiples of 16 bytes (a shard's may be): torch's
-    grouped product does not have them.
+    Float64 goes expert by expert, and on accelerators widths that are not whole multiples of 16 bytes (a shard's may
+    be): torch's grouped product does not have them. Other types go in tiles on CPUs.
 
     Args:
         x: `[rows, in]`, the rows of expert 0 first, then those of expert 1, ….
@@ -22,9 +26,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Returns:
         `[rows, out]`.
     """
+    if x.dtype == torch.float64:
+        return _one_by_one(x, weight, counts)
+    if x.device.type == "cpu":
+        return _Tiled.apply(x, weight, counts)  # type: ignore[no-any-return,no-untyped-call]
     aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
-    together = aligned and x.dtype != torch.float64
-    return _together(x, weight, counts) if together else _one_by_one(x, weight, counts)
+    return _together(x, weight, counts) if aligned else _one_by_one(x, weight, counts)
 
 
 def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -35,6 +42,62 @@ def _one_by_one(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _together(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     ends = counts.cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+class _Tiled(torch.autograd.Function):
+    """Expert by expert; of each group's rows first whole tiles, then what remains, filled up to a tile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sizes = counts.tolist()
+        out: Tensor = rows_times(x, weight.transpose(1, 2), ctx.sizes)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        return (
+            rows_times(slope, weight, ctx.sizes) if needs_x else None,
+            transposed_times(slope, x, ctx.sizes) if needs_weight else None,
+            None,
+        )
+
+
+@torch.library.custom_op("fivefold::rows_times", mutates_args=())
+def rows_times(x: Tensor, matrices: Tensor, sizes: list[int]) -> Tensor:
+    """Each group of rows times its matrix `[in, out]`. An operator, so that recomputation may keep its result."""
+    out = x.new_empty(len(x), matrices.shape[2])
+    for rows, result, matrix in zip(torch.split(x, sizes), torch.split(out, sizes), matrices, strict=True):
+        whole = len(rows) // TILE * TILE
+        torch.mm(rows[:whole], matrix, out=result[:whole])
+        if whole < len(rows):
+            result[whole:] = (_filled(rows[whole:]) @ matrix)[: len(rows) - whole]
+    return out
+
+
+ROWS_TIMES = torch.ops.fivefold.rows_times.default
+
+
+@torch.library.custom_op("fivefold::transposed_times", mutates_args=())
+def transposed_times(slope: Tensor, x: Tensor, sizes: list[int]) -> Tensor:
+    """Of each group, `[rows, out]` transposed times `[rows, in]`."""
+    out = x.new_empty(len(sizes), slope.shape[1], x.shape[1])
+    for left, right, result in zip(torch.split(slope, sizes), torch.split(x, sizes), out, strict=True):
+        whole = len(left) // TILE * TILE
+        torch.mm(left[:whole].T, right[:whole], out=result)
+        if whole < len(left):
+            result.addmm_(_filled(left[whole:]).T, _filled(right[whole:]))
+    return out
+
+
+def _filled(rows: Tensor) -> Tensor:
+    """A tile whose last rows are zero."""
+    tile = rows.new_zeros(TILE, rows.shape[1])
+    tile[: len(rows)] = rows
+    return tile
 
 
 class _Chosen(torch.autograd.Function):

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fivefold.nn.grouped import ROWS_TIMES
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -20,6 +22,7 @@ _KEPT = frozenset(
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten._grouped_mm.default,
+        ROWS_TIMES,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
