@@ -294,6 +294,7 @@ def test_fp16_skips_as_one_process_does(verifier: Verifier, parallel: dict[str, 
     assert case.comparisons["fp16"].errors.gradient < 0.01
 
 
+@pytest.mark.full
 @pytest.mark.injected_fault
 def test_an_overflow_that_is_not_skipped() -> None:
     with Verifier(2, faults.overflow_unnoticed) as verifier:
@@ -312,6 +313,7 @@ def test_pairs_hold_in_float32(verifier: Verifier, layouts: dict[str, list[Confi
     assert wrong == []
 
 
+@pytest.mark.full
 def test_dtypes_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write_layouts(tmp_path / "layouts.json", {"tp": 2, "dp_shard": 1}, {"cp": 2, "dp_shard": 1})
     words = ["verify", "quickstart", "--layouts", file, "--json", "--dtypes"]
