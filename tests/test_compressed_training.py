@@ -23,7 +23,7 @@ from fivefold.ledger.total import estimate, traffic_of
 from fivefold.planner.compression import compression_verdicts, own_verdict
 from fivefold.planner.jobs import job_of
 from fivefold.proof.error import errors
-from fivefold.spec.legal import resolve_config
+from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.checkpoint import Checkpointer
@@ -121,11 +121,9 @@ def test_recorded_bytes_are_the_ledgers(ranks: Ranks, layout: dict[str, Any], ax
             assert recorded == predicted, method
 
 
-def stepped(rank: int, n: int, config: Config, first: int, count: int, directory: str, save: bool) -> Stepper:
-    """Some steps, from the newest checkpoint in `directory`; saves at the end if asked to."""
-    recorder = start_group()
-    resolved = resolve_config(config, n)
-    stepper = stepper_on(resolved, recorder)
+def gone_on(resolved: Resolved, first: int, directory: str) -> tuple[Stepper, Checkpointer]:
+    """Ranks in the state of the newest checkpoint in `directory`, from before step `first`, if there is one."""
+    stepper = stepper_on(resolved, start_group())
     checkpoints = Checkpointer(Path(directory), Checkpoint())
     if (path := checkpoints.latest()) is not None:
         regrouped = Regrouped(stepper.model, checkpoints.shapes(path))
@@ -133,6 +131,13 @@ def stepped(rank: int, n: int, config: Config, first: int, count: int, directory
         regrouped.adopt()
         stepper.optimizer.set_updates(first)
         stepper.model.data.updated()
+    return stepper, checkpoints
+
+
+def stepped(rank: int, n: int, config: Config, first: int, count: int, directory: str, save: bool) -> Stepper:
+    """Some steps, from the newest checkpoint in `directory`; saves at the end if asked to."""
+    resolved = resolve_config(config, n)
+    stepper, checkpoints = gone_on(resolved, first, directory)
     for step in range(first, first + count):
         share = held_out_share(global_batch(config, step), resolved.batch, resolved.mesh.data_rank(rank), CPU)
         stepper.step(share, 1e-3, FLAGS)
@@ -275,16 +280,8 @@ def balanced(
 ) -> Balance:
     """Some steps that go on from the newest checkpoint. After each, for every parameter, Σ applied + Σ over the ranks
     of what they keep = Σ of the true gradients, of all steps since the first run's first."""
-    recorder = start_group()
     resolved = resolve_config(config, n)
-    stepper = stepper_on(resolved, recorder)
-    checkpoints = Checkpointer(Path(directory), Checkpoint())
-    if (path := checkpoints.latest()) is not None:
-        regrouped = Regrouped(stepper.model, checkpoints.shapes(path))
-        checkpoints.load(path, tensors(stepper.model, stepper.optimizer) | regrouped.tensors)
-        regrouped.adopt()
-        stepper.optimizer.set_updates(first)
-        stepper.model.data.updated()
+    stepper, checkpoints = gone_on(resolved, first, directory)
     for bucket in stepper.model.data.buckets:
         _watch(bucket.compressor, sums)
     for step in range(first, first + count):

@@ -44,14 +44,19 @@ def with_experts(options: Options) -> Model:
     return replace(MODEL, experts=options)
 
 
-@pytest.mark.parametrize("counts", [[3, 5, 2], [0, 10, 0], [0, 0, 0], [10, 0, 0], [1, 0, 9]])
-def test_grouped_products_equal_the_loop(counts: list[int]) -> None:
+COUNTS = [[3, 5, 2], [0, 10, 0], [0, 0, 0], [10, 0, 0], [1, 0, 9], [32, 0, 31], [64, 33, 100]]
+"""Of rows: none, less than a tile, whole tiles, and tiles with a rest."""
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("grouped", [_together, grouped_linear])
+def test_grouped_products_equal_the_loop(grouped: Any, counts: list[int]) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(counts), 8, generator=generator, requires_grad=True)
     weight = torch.randn(3, 12, 8, generator=generator, requires_grad=True)
     slope = torch.randn(sum(counts), 12, generator=generator)
     results = []
-    for product in (_together, _one_by_one):
+    for product in (grouped, _one_by_one):
         y = product(x, weight, torch.tensor(counts))
         results.append((y, *torch.autograd.grad(y, (x, weight), slope)))
     for found, expected in zip(*results, strict=True):

@@ -76,9 +76,8 @@ class DataParallel:
         self.units = units
         self.zero = zero
         self.overlap = overlap
-        self.after_backward: Callable[[], None] | None = (
-            None  # who is told, before anything is reduced or dropped
-        )
+        # Who is told of it, before anything is reduced or dropped.
+        self.after_backward: Callable[[], None] | None = None
         self._last = True
         self._under_way: deque[Bucket] = deque()
         self._recorder = Recorder()  # until a step brings its own
@@ -186,9 +185,8 @@ class DataParallel:
     def _reduce_if_due(self, bucket: Bucket) -> None:
         if not bucket.is_due(self._last):
             return
-        if (
-            self.zero and len(self._under_way) == MOST_UNDER_WAY
-        ):  # else gradients that zero splits would pile up whole
+        # Else gradients that zero splits would pile up whole.
+        if self.zero and len(self._under_way) == MOST_UNDER_WAY:
             self._under_way.popleft().accumulate()
         with self._recorder.phase("gradient"):
             bucket.reduce()
