@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -28,9 +28,8 @@ from fivefold.spec.layout import Owned, Split, placements, table
 from fivefold.spec.legal import Resolved, check_layout, check_trainable, resolve_config, units
 from fivefold.spec.mesh import AXES, Mesh, resolve
 from fivefold.spec.parameters import active, parameters, total
-from refusals import offered
+from spec_cases import PATIENT, meshes, offered
 
-PATIENT = settings(deadline=None, max_examples=60)  # the machine may be busy
 SMALL = Model(layers=3, hidden=24, heads=4, kv_heads=2, ffn=40, vocab=50)
 MOE = Experts(count=12, top_k=2, ffn=16, shared_ffn=12, shared_gate=True, dense_layers=1, router_bias=True)
 LATENT = LatentAttention(kv_rank=8, nope_dim=4, rope_dim=2, value_dim=6)
@@ -127,10 +126,6 @@ class TestParameters:
         for each in found:
             assert each.layer is None or each.name.startswith(f"layers.{each.layer}.")
             assert each.numel > 0, each.name
-
-
-degree = st.integers(1, 4)
-meshes = st.builds(Mesh, pp=degree, dp_replicate=degree, dp_shard=degree, cp=degree, tp=degree)
 
 
 class TestMesh:

@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -19,9 +19,7 @@ from fivefold.config.tree import (
 )
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
 from fivefold.spec.mesh import Mesh
-from refusals import offered
-
-PATIENT = settings(deadline=None, max_examples=60)  # the machine may be busy
+from spec_cases import PATIENT, meshes, offered
 
 
 class TestBatch:

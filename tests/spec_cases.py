@@ -1,10 +1,18 @@
-"""What refusals offer in place of what was asked."""
+"""What the tests of spec/ share: how patient they are, any mesh, what a refusal offers."""
 
 from __future__ import annotations
 
 import re
 
+from hypothesis import settings
+from hypothesis import strategies as st
+
 from fivefold.config.errors import ConfigError
+from fivefold.spec.mesh import Mesh
+
+PATIENT = settings(deadline=None, max_examples=60)  # the machine may be busy
+degree = st.integers(1, 4)
+meshes = st.builds(Mesh, pp=degree, dp_replicate=degree, dp_shard=degree, cp=degree, tp=degree)
 
 
 def offered(error: ConfigError, refused: int) -> list[int]:
