@@ -116,6 +116,14 @@ def test_below_float64_the_routing_is_the_references(verifier: Verifier, dtype: 
     assert "routing choices would have been" in case.document()["routing"]
 
 
+def test_one_precision_after_another_on_a_long_pipeline(verifier: Verifier) -> None:
+    """The ends of a tied embedding have a group that the stages between have not; groups are made anew for each."""
+    config = load("quickstart", ["parallel.pp=4", "parallel.dp_replicate=1", "batch.global_batch=32"])
+    assert config.model.tied
+    case = verifier.case(config, ["float64", "float32"])
+    assert case.passed, case.document()
+
+
 # Muon
 
 
