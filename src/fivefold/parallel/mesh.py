@@ -89,8 +89,7 @@ def groups(resolved: Resolved, rank: int, per_host: int = 0, make: MakeGroup = n
         embedding=group("embedding", ends) if rank in ends else None,
         per_host=per_host,
     )
-    if (
-        between
-    ):  # torch names groups by how many a rank has: without one, those made later would have other names here
+    if between:
+        # torch names groups by how many a rank has: without one, those made later would have other names here.
         make(between, "embedding")
     return found
