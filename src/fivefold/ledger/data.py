@@ -45,15 +45,15 @@ def states(job: Job, share: Share, whole: Share) -> States:
     of it is filled up to be split."""
     dense, expert = shard_degrees(job)
     parts = (
-        _part_states(job, share.dense, whole.dense, dense),
-        _part_states(job, share.expert, whole.expert, expert),
+        _part_states(job, share.dense, whole.dense, dense, share.matrices),
+        _part_states(job, share.expert, whole.expert, expert, share.expert_matrices),
     )
     return States(*(sum(kinds) for kinds in zip(*parts, strict=True)))
 
 
-def _part_states(job: Job, padded: int, whole: int, degree: int) -> States:
-    """States of so many elements over `degree` ranks. Experts may be dealt over all of them: then `degree` is 1, and
-    our trainer keeps no shard apart from what is read."""
+def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int) -> States:
+    """States of so many elements over `degree` ranks, of which `matrices` are Muon's where it runs. Experts may be
+    dealt over all of them: then `degree` is 1, and our trainer keeps no shard apart from what is read."""
     stack = job.stack
     is_split = degree > 1 or not stack.shard_apart
     kept = kept_bytes(stack.compression, stack.reduce, stack.corrects_momentum)
@@ -72,10 +72,11 @@ def _part_states(job: Job, padded: int, whole: int, degree: int) -> States:
     # zero 1 adds micro-batches up whole; of a single one, buckets are scattered as they fill (parallel/data.py).
     scatters = job.zero >= 2 or (job.zero == 1 and job.microbatches == 1 and stack.shard_apart)
     own = -(-padded // degree)
+    spared = stack.spared_moments * (-(-matrices // degree) if job.zero >= 1 else matrices)
     return States(
         copy * (own if job.zero == 3 else padded) + gathered,
         stack.gradient * (own if scatters and job.pp == 1 else whole),
-        (optimizer + kept) * (own if job.zero >= 1 else padded),
+        (optimizer + kept) * (own if job.zero >= 1 else padded) - spared,
     )
 
 

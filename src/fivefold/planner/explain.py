@@ -1,11 +1,11 @@
 """Where a line of the ledger comes from: its formula, the numbers put in, its source."""
 
 from fivefold.config.errors import BadInput, did_you_mean
-from fivefold.ledger import activations, data, flops, pipeline
+from fivefold.ledger import activations, data, flops, muon, pipeline
 from fivefold.ledger.network import wires
 from fivefold.ledger.pipeline import own_stages
 from fivefold.ledger.shards import contents
-from fivefold.ledger.total import Ledger, slowest
+from fivefold.ledger.total import Ledger, optimizer_seconds, slowest
 from fivefold.ledger.traffic import Row
 from fivefold.render.units import seconds_text
 
@@ -22,10 +22,11 @@ SOURCES = {
     "time.bubble": "the schedule's dependency graph, simulated: ledger/simulate.py",
     "time.step": "the rank that is through last: ledger/total.py",
     "time.other": "ledger/physics.py: step, fitted to all rows of fivefold validate at once",
-    "time.optimizer": "bytes AdamW moves over the bandwidth streams reach",
+    "time.optimizer": "bytes AdamW moves over the bandwidth streams reach; roofline of Muon's products: ledger/muon.py",
     "time.exposed_communication": "α-β costs of the programs, less what compute hides: ledger/network.py",
     "flops.model": "3 × forward as PaLM (Chowdhery 2022) counts, attention causal",
     "flops.hardware": "model FLOPs and what is computed again",
+    "flops.optimizer": "Jordan et al. 2024 (Muon): five iterations of Newton-Schulz a matrix",
     "rate.tokens_per_second_per_gpu": "ledger/total.py",
     "rate.mfu": "PaLM (Chowdhery 2022), attention counted causally",
     "rate.hfu": "as MFU, of what the devices execute",
@@ -48,7 +49,7 @@ def explain(ledger: Ledger, line: str) -> str:
                     f"{row.times} × {each:,.0f} B = {row.bytes_per_rank:,.0f} B; on the wire "
                     f"{row.wire_bytes:,.0f} B; {_link(ledger, row)}; {row.seconds:.4g} s, of which "
                     f"{row.exposed_seconds:.4g} s exposed\n"
-                    f"source: {_traffic_source(row.axis)}; α-β costs: Thakur 2005, Sanders 2009"
+                    f"source: {_traffic_source(row)}; α-β costs: Thakur 2005, Sanders 2009"
                 )
     if line not in SOURCES:
         raise BadInput(f"--explain {line}: no such line; {did_you_mean(line, lines(ledger))}")
@@ -63,8 +64,10 @@ def _link(ledger: Ledger, row: Row) -> str:
     return f"α = {seconds_text(link.latency)}, 1/β = {link.bandwidth / 1e9:.4g} GB/s"
 
 
-def _traffic_source(axis: str) -> str:
-    """Where the volume of an axis' traffic is derived."""
+def _traffic_source(row: Row) -> str:
+    """Where the volume of a row is derived."""
+    if row.primitive == "all_to_all" and row.phase == "optimizer":
+        return "Jordan et al. 2024 (Muon): whole matrices; ledger/muon.py"
     papers = {
         "tp": "Shoeybi 2019 (Megatron-LM), with sequence parallel Korthikanti 2022",
         "cp": "Liu 2023 (ring attention), Jacobs 2023 (Ulysses)",
@@ -72,7 +75,7 @@ def _traffic_source(axis: str) -> str:
         "pp": "Narayanan 2021 (Megatron-LM on clusters)",
         "embedding": "Narayanan 2021: gradients of tied ends",
     }
-    return papers.get(axis, "Rajbhandari 2020 (ZeRO)")
+    return papers.get(row.axis, "Rajbhandari 2020 (ZeRO)")
 
 
 def _numbers(ledger: Ledger, line: str) -> str:
@@ -98,9 +101,11 @@ def _states(ledger: Ledger, name: str) -> str:
         "optimizer": stack.moments + (stack.master if stack.compute_copy else 0),
     }[name]
     share, value = full.share, getattr(full.memory, name)
+    spared = stack.spared_moments if name == "optimizer" else 0
+    matrices = f"; {spared} B less for what Muon orthogonalises" if spared else ""
     return (
         f"parameters of the rank · {each} B, split over dp_shard × cp = {dense} (experts {expert}) where "
-        f"zero = {job.zero} says so\n({share.dense:,} dense + {share.expert:,} expert) · {each} B → "
+        f"zero = {job.zero} says so{matrices}\n({share.dense:,} dense + {share.expert:,} expert) · {each} B → "
         f"{value:,.0f} B"
     )
 
@@ -155,6 +160,11 @@ def _flops(ledger: Ledger, name: str) -> str:
             f"3 · ({forward.layers:.4g} + {forward.core:.4g} + {forward.head:.4g}) · {job.step_tokens:,} tokens"
             f" → {model:.6g}"
         )
+    if name == "optimizer":
+        return (
+            "5 · (4 · rows² · columns + 2 · rows³) of each matrix of the layers, its shorter side for the rows, on "
+            f"every replica that ZeRO does not split; 0 without Muon\nof all ranks → {muon.flops(job):.6g}"
+        )
     return (
         f"model FLOPs + what recompute = {job.recompute} runs again, and the scores in {job.stack.attention} "
         f"attention's backward\n{model:.6g} + {(hardware - model) / job.step_tokens:.4g} · {job.step_tokens:,} "
@@ -165,7 +175,9 @@ def _flops(ledger: Ledger, name: str) -> str:
 def _time(ledger: Ledger, name: str) -> str:
     job, time, line = ledger.job, ledger.time, ledger.timeline
     built = pipeline.stages(job, pipeline.costs(job))
-    _, rank, ending = slowest(job, built, line, pipeline.shares(job, built))
+    shares = pipeline.shares(job, built)
+    _, rank, ending = slowest(job, built, line, shares)
+    passes = optimizer_seconds(job, shares[rank])
     own = [built[index].times for index in own_stages(job, rank)]
     forward = sum(times.forward for times in own)
     backward = sum(times.input_grad + times.weight_grad for times in own)
@@ -187,8 +199,10 @@ def _time(ledger: Ledger, name: str) -> str:
             f"{line.busy[rank]:.6g}",
         ),
         "optimizer": (
-            "bytes AdamW reads and writes / (bandwidth · part of it that streams reach)",
-            f"{ending.update * speed:,.0f} B / ({job.hardware.device.bandwidth:.4g} B/s · {job.physics.memory_rate})",
+            "bytes AdamW reads and writes / (bandwidth · part of it that streams reach) + Muon's products on the rank "
+            "with most of them, with its passes over bf16",
+            f"{passes * speed:,.0f} B / ({job.hardware.device.bandwidth:.4g} B/s · {job.physics.memory_rate}) + "
+            f"{ending.update - passes:.4g}",
         ),
         "exposed_communication": (
             "traffic inside micro-batches that waits + gradient and parameter traffic that nothing hides",
