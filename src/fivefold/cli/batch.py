@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if config.cluster.preset or config.cluster.path:
         found["time"] = [
-            _time(step_seconds(wish, size), size, length, budget) for size in (reference, target)
+            _time(step_seconds(wish, size), size, length, budget)
+            for size in dict.fromkeys((reference, target))
         ]
     print(json.dumps(found, indent=1) if arguments.json else _text(found, length, course.summary))
     return int(not ways)

@@ -213,7 +213,7 @@ def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> 
         step=end + job.physics.step,
         compute=line.busy[rank] - exposed,
         exposed_communication=exposed + ending.late,
-        bubble=max(0.0, line.finished[rank] - line.busy[rank]),
+        bubble=max(0.0, line.finished[rank] - line.busy[rank]) if job.pp > 1 else 0.0,
         optimizer=ending.update,
         other=job.physics.step,
     )

@@ -1,6 +1,6 @@
 """Why the best layout's neighbours are worse, and what would have to change where nothing fits; with numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +9,11 @@ import msgspec
 from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Parallel
 from fivefold.ledger.job import Job
-from fivefold.ledger.total import Ledger, estimate
+from fivefold.ledger.total import Ledger, counts, estimate
 from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.document import layout_of
 from fivefold.planner.search import SAME, Outcome, Ranked, least_excess, search
-from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, nearest_batches
+from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, divisors, nearest_batches
 from fivefold.render.units import change_text, seconds_text
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
@@ -21,10 +21,16 @@ from fivefold.spec.mesh import Mesh
 from fivefold.spec.synchronisation import serves
 
 
-def neighbours(best: Job, seconds: float, smaller: range = range(0)) -> list[str]:
-    """One line for every layout one step away on one axis; `smaller` are the batches of a ramp."""
+def neighbours(
+    best: Job, seconds: float, smaller: range = range(0), fixed: Mapping[str, Any] | None = None
+) -> list[str]:
+    """One line for every layout one step away on one axis; `smaller` are the batches of a ramp, `fixed` the keys that
+    may not move: what moves one of them may be better than the best."""
     ledger = estimate(best)
-    lines = [f"{name}: {_verdict(ledger, changes, seconds, smaller)}" for name, changes in _steps(best)]
+    lines = [
+        f"{name}: {_verdict(ledger, changes, seconds, smaller, fixed or {})}"
+        for name, changes in _steps(best)
+    ]
     return lines + compression_verdicts(best)
 
 
@@ -36,8 +42,10 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
             others = best.pp * best.cp * best.tp // own
             if degree and world % (degree * others) == 0:
                 yield f"{axis} {degree} instead of {own}", {axis: degree}
-    for micro in (best.micro_batch // 2, best.micro_batch * 2):
-        if micro:
+    share = divisors(best.micro_batch * best.microbatches)
+    at = share.index(best.micro_batch)
+    for micro in share[max(0, at - 1) : at + 2]:
+        if micro != best.micro_batch:
             yield f"micro-batch {micro} instead of {best.micro_batch}", {"micro_batch": micro}
     for mode in RECOMPUTE:
         if mode != best.recompute:
@@ -55,7 +63,9 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"schedule {name} instead of {best.schedule}", {"schedule": name}
 
 
-def _verdict(old: Ledger, changes: dict[str, Any], seconds: float, smaller: range) -> str:
+def _verdict(
+    old: Ledger, changes: dict[str, Any], seconds: float, smaller: range, fixed: Mapping[str, Any]
+) -> str:
     """What one change does: slower by so much, too large by so much, or why it cannot be."""
     try:
         job = _changed(old.job, changes)
@@ -63,6 +73,7 @@ def _verdict(old: Ledger, changes: dict[str, Any], seconds: float, smaller: rang
     except ConfigError as error:
         return f"cannot be: {error}"
     also = _also(old.job, job, changes)
+    bound = _bound(old.job, job, fixed)
     excess, rank = least_excess(job)
     if excess > 0:
         return f"{also}does not fit, at least {excess / 2**30:.2f} GiB too much on pipeline rank {rank}"
@@ -74,7 +85,7 @@ def _verdict(old: Ledger, changes: dict[str, Any], seconds: float, smaller: rang
     if abs(change) < SAME:
         more = found.fullest.memory.peak - old.fullest.memory.peak
         memory = f"memory {more / 2**30:+.2f} GiB" if abs(more) >= 2**30 / 200 else "and the same memory"
-        return f"{also}the same step within {SAME:.1%}; {memory}"
+        return f"{also}the same step within {SAME:.1%}; {memory}{bound}"
     parts = {
         name: getattr(found.time, name) - getattr(old.time, name)
         for name in ("compute", "exposed_communication", "bubble", "optimizer")
@@ -82,8 +93,17 @@ def _verdict(old: Ledger, changes: dict[str, Any], seconds: float, smaller: rang
     cause = max(parts, key=lambda name: parts[name] if change >= 0 else -parts[name])
     return (
         f"{also}{seconds_text(found.time.step)} a step ({change:+.1%}); {cause.replace('_', ' ')} "
-        f"{change_text(parts[cause])}"
+        f"{change_text(parts[cause])}{bound}"
     )
+
+
+def _bound(best: Job, job: Job, fixed: Mapping[str, Any]) -> str:
+    """Which fixed keys would have to move for `job`. With zero 0 replicas and shards are one."""
+    old, new = layout_of(best), layout_of(job)
+    old["micro_batch"], new["micro_batch"] = best.micro_batch, job.micro_batch
+    free = {"dp_replicate", "dp_shard"} if job.zero == 0 else set()
+    moved = [f"{key} = {fixed[key]}" for key in fixed if key not in free and old[key] != new[key]]
+    return f", but {' and '.join(moved)} is fixed" if moved else ""
 
 
 def _check_ramp(job: Job, smaller: range) -> None:
@@ -165,16 +185,31 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
             changes = ", ".join(f"{key} = {value}" for key, value in what.items())
             lines.append(f"it fits with {changes} ({seconds_text(best.seconds)} a step)")
             return lines
-    for factor in (2, 4, 8, 16, 32, 64):
-        nodes = wish.hardware.nodes * factor
-        wider = replace(wish, hardware=msgspec.structs.replace(wish.hardware, nodes=nodes))
-        found = search(wider, keep=1)
-        if found.ranking:
-            lines.append(
-                f"it fits on {wider.hardware.devices} devices ({seconds_text(found.ranking[0].seconds)} a step)"
-            )
-            break
-    return lines
+    return [*lines, _wider(wish)]
+
+
+def _wider(wish: Wish) -> str:
+    """The fewest devices, by doubling, on which something fits: with the fixed keys, else without them, else with a
+    sequence for each device."""
+    stack, capacity = wish.stack, wish.hardware.device.memory
+    states = counts(wish.model)[0] * (stack.master + stack.moments + stack.gradient)
+    least = -(-states // int(capacity))
+    free = replace(wish, fixed={})
+    for tried, grows in ((wish, False), (free, False), (free, True)):
+        for factor in (2, 4, 8, 16, 32, 64):
+            on = msgspec.structs.replace(wish.hardware, nodes=wish.hardware.nodes * factor)
+            if on.devices < least:
+                continue
+            wider = replace(tried, hardware=on)
+            if grows:
+                wider = replace(wider, global_batch=on.devices, smaller=range(0))
+            if found := search(wider, keep=1).ranking:
+                freed = " with none of its keys fixed" if wish.fixed and tried is free else ""
+                batch = f" and a global batch of {on.devices}" if grows else ""
+                return (
+                    f"it fits on {on.devices} devices{freed}{batch} ({seconds_text(found[0].seconds)} a step)"
+                )
+    return f"its states alone are {states / 2**30:,.0f} GiB: it takes {least:,} such devices or more"
 
 
 def _ramp_wish(wish: Wish, ranked: Ranked) -> str:

@@ -1,13 +1,13 @@
 """Batch and learning-rate arithmetic for a change of the global batch: what is legal, what follows from it."""
 
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import prod, sqrt
 
 from fivefold.config.errors import ConfigError
 from fivefold.config.tree import Config
 from fivefold.planner.search import search
 from fivefold.planner.space import Wish, divisors
-from fivefold.spec.mesh import resolve
+from fivefold.spec.mesh import AXES, resolve
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,20 @@ def splits(global_batch: int, degrees: list[int], largest: int = 64) -> list[Spl
 
 
 def degrees(config: Config, written: frozenset[str], devices: int) -> list[int]:
-    """Data-parallel degrees `devices` can have: the one the config fixes, or all that divide."""
-    axes = ("pp", "cp", "tp")
-    if any(f"parallel.{axis}" in written for axis in axes):
-        mesh = resolve(config.parallel, devices)
-        return [mesh.data_parallel]
-    return divisors(devices)
+    """Data-parallel degrees `devices` can have: the one the config fixes, or all that divide what is left for it. As in
+    a plan, an axis written as -1 is free."""
+    parallel = config.parallel
+    fixed = {
+        axis: getattr(parallel, axis)
+        for axis in AXES
+        if f"parallel.{axis}" in written and getattr(parallel, axis) != -1
+    }
+    cuts = [axis for axis in ("pp", "cp", "tp") if f"parallel.{axis}" in written]
+    if cuts and all(axis in fixed for axis in cuts):
+        return [resolve(parallel, devices).data_parallel]
+    left = devices // prod(fixed.get(axis, 1) for axis in cuts)
+    least = fixed.get("dp_replicate", 1) * fixed.get("dp_shard", 1)
+    return [degree for degree in divisors(left) if degree % least == 0]
 
 
 def rates(config: Config, reference: int, target: int) -> list[Rate]:

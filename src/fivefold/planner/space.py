@@ -126,7 +126,7 @@ def legal_tp(wish: Wish) -> list[int]:
     return [
         tp
         for tp in divisors(wish.hardware.devices)
-        if tp <= limit and wish.allows("tp", tp) and _is_legal(wish.model, Mesh(tp=tp), Parallel(tp=tp))
+        if tp <= limit and wish.allows("tp", tp) and is_legal(wish.model, Mesh(tp=tp), Parallel(tp=tp))
     ]
 
 
@@ -134,7 +134,7 @@ def _legal_cp(wish: Wish, cp: int, tp: int) -> bool:
     """Ulysses deals out heads; a ring takes any degree."""
     if cp == 1 or wish.context == "ring":
         return True
-    return _is_legal(wish.model, Mesh(cp=cp, tp=tp), Parallel(cp=cp, tp=tp, context="ulysses"))
+    return is_legal(wish.model, Mesh(cp=cp, tp=tp), Parallel(cp=cp, tp=tp, context="ulysses"))
 
 
 def legal_ep(wish: Wish, ranks: int) -> list[int]:
@@ -145,7 +145,8 @@ def legal_ep(wish: Wish, ranks: int) -> list[int]:
     return [ep for ep in divisors(count) if ranks % ep == 0 and wish.allows("ep", ep)]
 
 
-def _is_legal(model: Model, mesh: Mesh, parallel: Parallel) -> bool:
+def is_legal(model: Model, mesh: Mesh, parallel: Parallel) -> bool:
+    """Whether the layout table serves the degrees."""
     try:
         check_layout(model, parallel, mesh)
     except ConfigError:
@@ -160,9 +161,10 @@ def modes(wish: Wish) -> list[str]:
 
 def series_of(wish: Wish, group: Group) -> Iterator[Series]:
     """Every schedule that exists for the group's micro-batches, with every recompute mode. Without a pipeline
-    all schedules are one."""
+    all schedules are one, as `jobs.job_of` has it."""
+    names: list[schedules.Name]
     if group.pp == 1:
-        names = [wish.fixed.get("schedule", "1f1b")]
+        names = ["1f1b"]
     else:
         names = [
             name
@@ -247,14 +249,6 @@ def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
             if legal and wish.allows("dp_shard", shard) and wish.allows("dp_replicate", dp // shard):
                 found.append((zero, dp // shard, shard))
     return found
-
-
-def nearest_divisors(number: int, value: int) -> str:
-    """The divisors next to `value`, for an error line."""
-    own = divisors(number)
-    below = [d for d in own if d <= value][-1:]
-    above = [d for d in own if d > value][:1]
-    return " or ".join(map(str, below + above))
 
 
 def size(wish: Wish) -> int:
