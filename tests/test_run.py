@@ -113,23 +113,26 @@ def test_a_run_leaves_what_the_contract_says(whole: Path) -> None:
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(place: Path, whole: Path) -> None:
-    for step in (3, 9):
-        copy = place / f"resumed-{step}"
-        shutil.copytree(whole, copy)
-        for path in shelf.complete(copy / "checkpoints"):
-            if shelf.step_of(path) > step:
-                shutil.rmtree(path)
-        fivefold(place, "train", str(copy), "--resume")
-        assert numbers(metrics(copy)) == numbers(metrics(whole))
-        expected = final_tensors(whole, 12)
-        found = final_tensors(copy, 12)
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), name
+@pytest.mark.parametrize("step", [3, pytest.param(9, marks=pytest.mark.full)])
+def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(place: Path, whole: Path, step: int) -> None:
+    copy = place / f"resumed-{step}"
+    shutil.copytree(whole, copy)
+    for path in shelf.complete(copy / "checkpoints"):
+        if shelf.step_of(path) > step:
+            shutil.rmtree(path)
+    fivefold(place, "train", str(copy), "--resume")
+    assert numbers(metrics(copy)) == numbers(metrics(whole))
+    expected = final_tensors(whole, 12)
+    found = final_tensors(copy, 12)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (3, 3), (4, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "zero"),
+    [(1, 0), (3, 3), pytest.param(4, 0, marks=pytest.mark.full)],
+)
 def test_goes_on_in_another_layout(place: Path, whole: Path, ranks: int, zero: int) -> None:
     copy = place / f"moved-{ranks}-{zero}"
     shutil.copytree(whole, copy)
@@ -162,7 +165,7 @@ def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> Non
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.full), "Ctrl-C"])
 def test_a_signal_finishes_the_step_saves_and_stops(place: Path, whole: Path, how: str) -> None:
     run = place / f"stopped-{how}"
     words = command("train", "tiny.toml", *settings(run.name, 2, 3, "--set", "run.steps=100000"))

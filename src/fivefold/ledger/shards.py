@@ -60,10 +60,11 @@ def parts(model: Model, tp: int, ep: int, expert_tp: int, pad: int = 1) -> Parts
     return Parts(embedding, dense, expert, head, norm)
 
 
-def representatives(model: Model) -> list[Parameter]:
+@lru_cache(maxsize=64)
+def representatives(model: Model) -> tuple[Parameter, ...]:
     """Everything outside the layers, and one layer of each kind."""
     layers = {0, model.layers - 1} if 0 < model.experts.dense_layers < model.layers else {0}
-    return [p for p in parameters(model) if p.trained and (p.layer is None or p.layer in layers)]
+    return tuple(p for p in parameters(model) if p.trained and (p.layer is None or p.layer in layers))
 
 
 def _share(model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int, pad: int) -> Share:

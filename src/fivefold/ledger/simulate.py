@@ -13,7 +13,7 @@ from operator import le
 from typing import NamedTuple
 
 from fivefold.spec import schedules
-from fivefold.spec.schedules import Action, Kind
+from fivefold.spec.schedules import Action, Entry, Kind
 
 
 class StageTimes(NamedTuple):
@@ -105,17 +105,17 @@ def _simulated(
 ) -> Timeline:
     """Remembered: layouts that only divide their data-parallel ranks differently share a timeline."""
     work = _work(name, ranks, microbatches, len(times) // ranks)
-    clock, peak, starts = _run(work, microbatches, times, message, sizes)
+    place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(len(times))]
+    clock, peak, starts = _run(work, _table(place, microbatches, times, message, sizes), microbatches)
     busy = [0.0] * ranks
-    for stage, own in enumerate(times):
-        busy[schedules.rank_of_stage(name, stage, ranks)] += microbatches * sum(own)
-    actions = schedules.actions(name, ranks, microbatches, len(times) // ranks) if trace else []
+    for rank, own in zip(place, times, strict=True):
+        busy[rank] += microbatches * sum(own)
     return Timeline(
         makespan=max(clock),
         busy=tuple(busy),
         finished=tuple(clock),
         peak_in_flight=tuple(peak),
-        actions=tuple(map(tuple, actions)),
+        actions=tuple(tuple(map(Action._make, own)) for own in work) if trace else (),
         starts=tuple(map(tuple, starts)) if trace else (),
     )
 
@@ -138,7 +138,7 @@ def held_at_once(
     held = [0] * len(own)
     found: set[tuple[int, ...]] = set()
     grown = False
-    for kind, stage, _, _ in schedules.rank_actions(name, rank, ranks, microbatches, chunks):
+    for kind, stage, _, _ in schedules.rank_entries(name, rank, ranks, microbatches, chunks):
         if kind == 0:
             held[place[stage]] += 1
             grown = True
@@ -152,14 +152,6 @@ def held_at_once(
         if not any(all(map(le, one, two)) for two in front):
             front.append(one)
     return tuple(front)
-
-
-_Step = tuple[int, int, int, bool, int, bool]
-"""An action: kind, stage, what it needs and whether that comes from another rank, what it makes, joined to the next.
-
-What is needed and made are indices into one table of end times: 0 is the start of the step, then come the ends of
-forwards by (stage, micro-batch), then of input gradients, then what nobody waits for.
-"""
 
 
 @contextmanager
@@ -176,47 +168,51 @@ def collector_paused() -> Iterator[None]:
 
 @lru_cache(maxsize=128)
 @collector_paused()
-def _work(name: schedules.Name, ranks: int, microbatches: int, chunks: int) -> tuple[list[_Step], ...]:
+def _work(name: schedules.Name, ranks: int, microbatches: int, chunks: int) -> list[list[Entry]]:
     """Every rank's list; no time changes it."""
-    lists = schedules.actions(name, ranks, microbatches, chunks)
-    place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(ranks * chunks)]
-    return tuple(_steps(own, rank, place, microbatches) for rank, own in enumerate(lists))
+    return schedules.entries(name, ranks, microbatches, chunks)
 
 
-def _steps(own: Sequence[Action], rank: int, place: Sequence[int], microbatches: int) -> list[_Step]:
-    gradients, last = len(place) * microbatches, len(place) - 1
-    from_before = [stage > 0 and place[stage - 1] != rank for stage in range(len(place))]
-    from_after = [stage < last and place[stage + 1] != rank for stage in range(len(place))]
-    found: list[_Step] = []
-    for kind, stage, microbatch, joined in own:
-        forward = 1 + stage * microbatches + microbatch
-        backward = forward + gradients
-        if kind is Kind.FORWARD:
-            needs = forward - microbatches if stage else 0
-            found.append((0, stage, needs, from_before[stage], forward, joined))
-        elif kind is Kind.WEIGHT_GRAD:
-            found.append((2, stage, backward, False, 2 * gradients + 1, joined))
-        else:
-            needs = backward + microbatches if stage < last else forward
-            found.append((int(kind), stage, needs, from_after[stage], backward, joined))
-    return found
+_Step = tuple[int, float, int, float, float]
+"""What an action of one kind on one stage does: the row that it waits for in the table of end times (the row's first
+index; a micro-batch is a column), the delay of the message that brings it, the row its own end goes to, seconds,
+and activations kept from then on (negative: let go)."""
 
 
-def _run(
-    work: Sequence[Sequence[_Step]],
+def _table(
+    place: Sequence[int],
     microbatches: int,
     times: Sequence[StageTimes],
     message: float,
     sizes: Sequence[float],
+) -> list[list[_Step]]:
+    """Steps by kind and stage. Rows: the start of the step; forwards, then input gradients, of each stage; what
+    nobody waits for."""
+    last, m = len(times) - 1, microbatches
+    found: list[list[_Step]] = [[] for _ in Kind]
+    for stage, (forward, input_grad, weight_grad) in enumerate(times):
+        down, up = (1 + stage) * m, (2 + last + stage) * m
+        size = sizes[stage]
+        # Where recomputation leaves weight gradients no part of their own, a backward is over with its first half.
+        ends_early = not weight_grad
+        from_before = message if stage and place[stage - 1] != place[stage] else 0.0
+        from_after = message if stage < last and place[stage + 1] != place[stage] else 0.0
+        needs = up + m if stage < last else down
+        unread = (2 * len(times) + 1) * m
+        found[Kind.FORWARD].append((down - m, from_before, down, forward, size))
+        found[Kind.INPUT_GRAD].append((needs, from_after, up, input_grad, -size if ends_early else 0.0))
+        found[Kind.WEIGHT_GRAD].append((up, 0.0, unread, weight_grad, 0.0 if ends_early else -size))
+        found[Kind.BACKWARD].append((needs, from_after, up, input_grad + weight_grad, -size))
+    return found
+
+
+def _run(
+    work: Sequence[Sequence[Entry]], table: Sequence[Sequence[_Step]], microbatches: int
 ) -> tuple[list[float], list[float], list[list[float]]]:
     """(end of every rank, its most activations, starts of its actions): each rank in turn goes on until it waits
     for another. Raises RuntimeError if the lists wait for one another."""
-    durations = [(t.forward, t.input_grad, t.weight_grad, t.input_grad + t.weight_grad) for t in times]
-    # Where recomputation leaves weight gradients no part of their own, a backward is over with its first half.
-    last = [Kind.WEIGHT_GRAD if t.weight_grad else Kind.INPUT_GRAD for t in times]
-    backward = Kind.BACKWARD
-    ends = [-1.0] * (2 * len(times) * microbatches + 2)
-    ends[0] = 0.0
+    ends = [-1.0] * ((2 * len(table[0]) + 2) * microbatches)
+    ends[:microbatches] = [0.0] * microbatches
     clock, held, peak = ([0.0] * len(work) for _ in range(3))
     starts: list[list[float]] = [[] for _ in work]
     waiting = list(range(len(work)))
@@ -229,35 +225,33 @@ def _run(
             now, holds, most = clock[rank], held[rank], peak[rank]
             count = len(own)
             while position < count:
-                kind, stage, needs, crosses, makes, joined = own[position]
-                start = ends[needs]
+                kind, stage, microbatch, joined = own[position]
+                needs, delay, makes, seconds, keeps = table[kind][stage]
+                start = ends[needs + microbatch]
                 if start < 0.0:
                     break
-                if crosses:
-                    start += message
+                start += delay
                 if now > start:
                     start = now
                 if joined:  # a forward, and a backward that begins when it ends
-                    kind_two, stage_two, needs_two, crosses_two, makes_two, _ = own[position + 1]
-                    if ends[needs_two] < 0.0:
+                    kind, stage, other, _ = own[position + 1]
+                    needs, delay, makes_two, seconds_two, lets_go = table[kind][stage]
+                    if ends[needs + other] < 0.0:
                         break
-                    start = max(start, ends[needs_two] + (message if crosses_two else 0.0))
-                    middle = start + durations[stage][kind]
-                    now = middle + durations[stage_two][kind_two]
-                    ends[makes] = ends[makes_two] = now
+                    start = max(start, ends[needs + other] + delay)
+                    middle = start + seconds
+                    now = middle + seconds_two
+                    ends[makes + microbatch] = ends[makes_two + other] = now
                     begun += (start, middle)
-                    most = max(most, holds + sizes[stage])
-                    holds += sizes[stage] - sizes[stage_two]
+                    most = max(most, holds + keeps)
+                    holds += keeps + lets_go
                     position += 2
                     continue
-                now = ends[makes] = start + durations[stage][kind]
+                now = ends[makes + microbatch] = start + seconds
                 begun.append(start)
-                if kind == 0:
-                    holds += sizes[stage]
-                    if holds > most:
-                        most = holds
-                elif kind == backward or kind == last[stage]:
-                    holds -= sizes[stage]
+                holds += keeps
+                if holds > most:
+                    most = holds
                 position += 1
             clock[rank], held[rank], peak[rank] = now, holds, most
             progress = progress or position > first

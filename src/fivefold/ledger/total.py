@@ -8,7 +8,7 @@ from fivefold.ledger import activations, data, flops, pipeline, tensor
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.roofline import stream_seconds
-from fivefold.ledger.shards import Share, parts
+from fivefold.ledger.shards import Share, StageContent, parts
 from fivefold.ledger.simulate import Timeline
 from fivefold.ledger.traffic import Row
 from fivefold.spec.parameters import active, total
@@ -191,14 +191,22 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share, place: int = 0) 
 
 def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[float, int, Tail]:
     """(when the last rank is through, which one, its tail). Ranks are tried latest first; one that could not
-    come last even with the longest tail is not."""
+    come last even with the longest tail is not. Ranks that hold the same have the same tail."""
+    tails: dict[tuple[StageContent, ...], Tail] = {}
+
+    def tail_of(rank: int) -> Tail:
+        held = tuple(built[index].content for index in pipeline.own_stages(job, rank))
+        if held not in tails:
+            tails[held] = tail(job, built, rank, shares[rank])
+        return tails[held]
+
     biggest = max(range(job.pp), key=lambda rank: shares[rank].total)
-    longest = tail(job, built, biggest, shares[biggest])
+    longest = tail_of(biggest)
     worst, last, found = line.finished[biggest] + longest.late + longest.update, biggest, longest
     for rank in sorted(range(job.pp), key=lambda rank: -line.finished[rank]):
         if line.finished[rank] + 1.5 * (longest.late + longest.update) < worst:
             break
-        own = tail(job, built, rank, shares[rank])
+        own = tail_of(rank)
         if line.finished[rank] + own.late + own.update > worst:
             worst, last, found = line.finished[rank] + own.late + own.update, rank, own
     return worst, last, found

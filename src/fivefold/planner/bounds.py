@@ -14,7 +14,7 @@ from fivefold.ledger.shards import contents, parts
 from fivefold.ledger.simulate import StageTimes, held_at_once, least_alike
 from fivefold.planner.space import Group, Point, Series, Wish
 from fivefold.spec import schedules
-from fivefold.spec.schedules import Action, Kind
+from fivefold.spec.schedules import Entry, Kind
 
 
 class RankContent(NamedTuple):
@@ -183,13 +183,13 @@ def _alone(
         if after < 0:
             delay += forward[end] - forward[stage + 1] + crossed[-1] - crossed[stage]
         up[stage] = after, delay
-    work = schedules.rank_actions(name, rank, ranks, microbatches, len(times) // ranks)
+    work = schedules.rank_entries(name, rank, ranks, microbatches, len(times) // ranks)
     clock, returned = _through(work, times, down, up)
     return Ends(clock, returned + backward[own[0]] + crossed[own[0]] if rank else clock)
 
 
 def _through(
-    work: Sequence[Action],
+    work: Sequence[Entry],
     times: Sequence[StageTimes],
     down: dict[int, tuple[int, float]],
     up: dict[int, tuple[int, float]],
@@ -199,31 +199,30 @@ def _through(
     forwards: dict[tuple[int, int], float] = {}
     gradients: dict[tuple[int, int], float] = {}
     clock = returned = 0.0
-    waiting: list[Action] = []  # joined to the next
+    waiting: list[Entry] = []  # joined to the next
     first = min(down)
-    for action in work:
-        kind, stage, microbatch, joined = action
-        if kind == Kind.FORWARD:
+    for entry in work:
+        kind, stage, microbatch, joined = entry
+        if kind is Kind.FORWARD:
             before, delay = down[stage]
             ready = delay + (forwards[before, microbatch] if before >= 0 else 0.0)
-        elif kind == Kind.WEIGHT_GRAD:
+        elif kind is Kind.WEIGHT_GRAD:
             ready = 0.0
         else:
             after, delay = up[stage]
             ready = delay + (gradients[after, microbatch] if after >= 0 else forwards[stage, microbatch])
         clock = max(clock, ready)
         if joined:
-            waiting.append(action)
+            waiting.append(entry)
             continue
-        clock += durations[stage][kind]
-        for other in waiting:
-            clock += durations[other.stage][other.kind]
-        for done in (action, *waiting):
-            if done.kind == Kind.FORWARD:
-                forwards[done.stage, done.microbatch] = clock
-            elif done.kind != Kind.WEIGHT_GRAD:
-                gradients[done.stage, done.microbatch] = clock
-                returned = clock if done.stage == first else returned
+        for kind, stage, _, _ in (entry, *waiting):
+            clock += durations[stage][kind]
+        for kind, stage, microbatch, _ in (entry, *waiting):
+            if kind is Kind.FORWARD:
+                forwards[stage, microbatch] = clock
+            elif kind is not Kind.WEIGHT_GRAD:
+                gradients[stage, microbatch] = clock
+                returned = clock if stage == first else returned
         waiting.clear()
     return clock, returned
 

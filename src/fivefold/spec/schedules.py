@@ -6,6 +6,7 @@ interleaved 1F1B (Narayanan 2021), zero bubble ZB-H1 and ZB-V (Qi 2023, 2024), D
 """
 
 from enum import IntEnum
+from itertools import chain, count
 from typing import Literal, NamedTuple
 
 Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv", "dualpipev"]
@@ -34,6 +35,10 @@ class Action(NamedTuple):
     stage: int
     microbatch: int
     joined: bool = False
+
+
+Entry = tuple[Kind, int, int, bool]
+"""An action as a plain tuple, in a fifth of the time: searches make millions."""
 
 
 def chunks_of(name: Name, chunks: int) -> int:
@@ -83,21 +88,25 @@ def nearest_legal(name: Name, ranks: int, microbatches: int) -> tuple[int, ...]:
 
 def actions(name: Name, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
     """The ordered work of every rank. Raises ValueError with the nearest legal values."""
+    return [list(map(Action._make, own)) for own in entries(name, ranks, microbatches, chunks)]
+
+
+def entries(name: Name, ranks: int, microbatches: int, chunks: int = 1) -> list[list[Entry]]:
+    """As `actions`."""
     if not is_legal(name, ranks, microbatches):
         legal = " or ".join(str(m) for m in nearest_legal(name, ranks, microbatches))
         raise ValueError(
             f"schedule {name} on {ranks} pipeline ranks cannot run {microbatches} micro-batches; "
             f"nearest legal: {legal}"
         )
-    return [rank_actions(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    return [rank_entries(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
 
 
-def rank_actions(name: Name, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+def rank_entries(name: Name, rank: int, ranks: int, microbatches: int, chunks: int) -> list[Entry]:
     """The ordered work of one rank (of a legal number of micro-batches)."""
     if name == "gpipe":
-        return [Action(Kind.FORWARD, rank, m) for m in range(microbatches)] + [
-            Action(Kind.BACKWARD, rank, m) for m in range(microbatches)
-        ]
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        return [(kind, rank, m, False) for kind in kinds for m in range(microbatches)]
     if name == "1f1b":
         return _one_f_one_b(rank, ranks, microbatches)
     if name in ("interleaved", "zb_h1", "interleaved_zb"):
@@ -107,36 +116,16 @@ def rank_actions(name: Name, rank: int, ranks: int, microbatches: int, chunks: i
     return _dualpipev(rank, ranks, microbatches)
 
 
-def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Entry]:
     """Warm up with as many forwards as ranks follow, then alternate, then drain."""
     warmup = min(ranks - 1 - rank, microbatches)
-    work = [Action(Kind.FORWARD, rank, m) for m in range(warmup)]
-    for m in range(microbatches - warmup):
-        work += [Action(Kind.FORWARD, rank, warmup + m), Action(Kind.BACKWARD, rank, m)]
-    work += [Action(Kind.BACKWARD, rank, m) for m in range(microbatches - warmup, microbatches)]
-    return work
+    forwards: list[Entry] = [(Kind.FORWARD, rank, m, False) for m in range(microbatches)]
+    backwards: list[Entry] = [(Kind.BACKWARD, rank, m, False) for m in range(microbatches)]
+    alternating = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    return [*forwards[:warmup], *alternating, *backwards[microbatches - warmup :]]
 
 
-def _action(kind: Kind, stage: int, microbatch: int, joined: bool = False) -> Action:
-    """In a third of the time of Action(…): searches make millions."""
-    return tuple.__new__(Action, (kind, stage, microbatch, joined))
-
-
-class _Numbered:
-    """Work whose micro-batches are numbered, for each (kind, stage) of two stages, in the order it is added."""
-
-    def __init__(self, down: int, up: int) -> None:
-        self.work: list[Action] = []
-        self.done = {down: [0, 0, 0], up: [0, 0, 0]}  # of each kind
-
-    def do(self, stage: int, *kinds: Kind) -> None:
-        done = self.done[stage]
-        for kind in kinds:
-            self.work.append(_action(kind, stage, done[kind]))
-            done[kind] += 1
-
-
-def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, split: bool) -> list[Action]:
+def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, split: bool) -> list[Entry]:
     """Interleaved 1F1B and, with the backward split, ZB-H1 (one chunk) and interleaved zero bubble.
 
     Chunks take turns every `per_round` micro-batches. With the split, a rank's weight gradients lag its input
@@ -155,9 +144,9 @@ def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, split: boo
     ]  # (stage, micro-batch) of forwards in order; backward takes the chunks from the last
     top = (chunks - 1) * ranks + 2 * rank
     kind = Kind.INPUT_GRAD if split else Kind.BACKWARD
-    forwards = [_action(Kind.FORWARD, stage, m) for stage, m in places]
-    backwards = [_action(kind, top - stage, m) for stage, m in places]
-    weights = [_action(Kind.WEIGHT_GRAD, top - stage, m) for stage, m in places] if split else []
+    forwards: list[Entry] = [(Kind.FORWARD, stage, m, False) for stage, m in places]
+    backwards: list[Entry] = [(kind, top - stage, m, False) for stage, m in places]
+    weights: list[Entry] = [(Kind.WEIGHT_GRAD, top - stage, m, False) for stage, m in places] if split else []
     work = forwards[:warmup]
     for done in range(total):
         work += forwards[warmup + done : warmup + done + 1]
@@ -167,57 +156,41 @@ def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, split: boo
     return work + weights[max(0, total - rank) :]
 
 
-def _zbv(rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _zbv(rank: int, ranks: int, microbatches: int) -> list[Entry]:
     """ZB-V: two chunks down and up the ranks; written for m ≥ 2·ranks − 1 and cut to fewer."""
     down, up = rank, 2 * ranks - 1 - rank
     steps = max(2 * ranks - 1, microbatches)
-    numbered = _Numbered(down, up)
-    do, of_down, of_up = numbered.do, numbered.done[down], numbered.done[up]
-    f, b, w = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
-    for _ in range(2 * (ranks - rank) - 1):
-        do(down, f)
-    for _ in range(rank):
-        do(up, f)
-        do(down, f)
-    for _ in range(ranks - rank):
-        do(up, f, b, w)
-    while of_up[f] < of_down[f] or of_down[f] < steps:
-        if of_down[f] < steps:
-            do(down, f)
-        do(down, b, w)
-        do(up, f, b, w)
-    for _ in range(rank):
-        do(down, b)
-        do(up, b)
-    for _ in range(ranks - rank):
-        do(down, b, w)
-    while of_up[w] < of_up[b]:
-        do(up, w)
-    while of_down[w] < of_down[b]:
-        do(down, w)
-    work = numbered.work
-    return work if steps == microbatches else [action for action in work if action.microbatch < microbatches]
+    f, b, w = ([(kind, down), (kind, up)] for kind in (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
+    behind = ranks - rank
+    plan = [f[0]] * (2 * behind - 1) + [f[1], f[0]] * rank + [f[1], b[1], w[1]] * behind
+    started = 2 * behind - 1 + rank  # forwards down so far
+    plan += [f[0], b[0], w[0], f[1], b[1], w[1]] * (steps - started)
+    plan += [b[0], w[0], f[1], b[1], w[1]] * (started - ranks)
+    plan += [b[0], b[1]] * rank + [b[0], w[0]] * behind + [w[1]] * rank + [w[0]] * rank
+    numbers = {item: count() for item in (*f, *b, *w)}
+    work = [(*item, next(numbers[item]), False) for item in plan]
+    return work if steps == microbatches else [entry for entry in work if entry[2] < microbatches]
 
 
-def _dualpipev(rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _dualpipev(rank: int, ranks: int, microbatches: int) -> list[Entry]:
     """DualPipeV's eight steps; its overlapped pairs are listed forward first, joined to the backward."""
     down, up = rank, 2 * ranks - 1 - rank
-    count = {(kind, stage): 0 for kind in (0, 1) for stage in (down, up)}
-    work: list[Action] = []
-    pending: list[Action] = []  # weight gradients whose input gradient is done
+    done = {(kind, stage): 0 for kind in (0, 1) for stage in (down, up)}
+    work: list[Entry] = []
+    pending: list[Entry] = []  # weight gradients whose input gradient is done
     behind = ranks - rank - 1
 
     def forward(stage: int, joined: bool = False) -> None:
-        m = count[0, stage]
-        count[0, stage] = m + 1
-        work.append(_action(Kind.FORWARD, stage, m, joined))
+        m = done[0, stage]
+        done[0, stage] = m + 1
+        work.append((Kind.FORWARD, stage, m, joined))
 
     def backward(stage: int, split: bool = False) -> None:
-        m = count[1, stage]
-        count[1, stage] = m + 1
-        work.append(_action(Kind.INPUT_GRAD if split else Kind.BACKWARD, stage, m))
+        m = done[1, stage]
+        done[1, stage] = m + 1
+        work.append((Kind.INPUT_GRAD if split else Kind.BACKWARD, stage, m, False))
         if split:
-            pending.append(_action(Kind.WEIGHT_GRAD, stage, m))
+            pending.append((Kind.WEIGHT_GRAD, stage, m, False))
 
     def weight() -> None:
         if pending:
