@@ -14,11 +14,11 @@ from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.document import layout_of
 from fivefold.planner.search import SAME, Outcome, Ranked, least_excess, search
 from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, divisors, nearest_batches
-from fivefold.render.units import change_text, seconds_text
+from fivefold.render.units import bytes_text, change_text, seconds_text
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
-from fivefold.spec.synchronisation import serves
+from fivefold.spec.synchronisation import can_sum
 
 
 def neighbours(
@@ -51,7 +51,7 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         if mode != best.recompute:
             yield f"recompute {mode} instead of {best.recompute}", {"recompute": mode}
     for zero in range(4):
-        if zero != best.zero and serves(best.stack.algorithm, zero):
+        if zero != best.zero:
             yield f"zero {zero} instead of {best.zero}", {"zero": zero}
     if best.tp > 1:
         on = best.sequence_parallel
@@ -76,11 +76,11 @@ def _verdict(
     bound = _bound(old.job, job, fixed)
     excess, rank = least_excess(job)
     if excess > 0:
-        return f"{also}does not fit, at least {excess / 2**30:.2f} GiB too much on pipeline rank {rank}"
+        return f"{also}does not fit, at least {bytes_text(excess)} too much on pipeline rank {rank}"
     found = estimate(job)
     excess = found.fullest.memory.peak - job.hardware.device.memory
     if excess > 0:
-        return f"does not fit, {excess / 2**30:.2f} GiB too much on pipeline rank {found.fullest.rank}"
+        return f"{also}does not fit, {bytes_text(excess)} too much on pipeline rank {found.fullest.rank}"
     change = found.time.step / seconds - 1
     if abs(change) < SAME:
         more = found.fullest.memory.peak - old.fullest.memory.peak
@@ -155,9 +155,19 @@ def _changed(best: Job, changes: dict[str, Any]) -> Job:
         raise ConfigError(
             f"schedule {job.schedule} keeps parameters gathered, so zero 3 is zero 2; use zero = 2"
         )
+    _check_sums(job)
     parallel = msgspec.convert(layout_of(job), Parallel)
     check_layout(job.model, parallel, Mesh(job.pp, job.dp_replicate, job.dp_shard, job.cp, job.tp))
     return job
+
+
+def _check_sums(job: Job) -> None:
+    stack, ranks = job.stack, job.data_parallel * job.cp
+    method, is_apart = stack.compression.method, job.model.tied and job.pp > 1
+    if not can_sum(stack.algorithm, method, job.zero, ranks, job.dp_replicate, is_apart):
+        raise ConfigError(
+            f"gradients summed by {stack.algorithm}, compression {method}, with zero {job.zero} on {ranks} ranks"
+        )
 
 
 def unfit(wish: Wish, outcome: Outcome) -> list[str]:
@@ -170,7 +180,7 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
         keys = ", ".join(
             f"{key} {value}" for key, value in layout_of(job).items() if value not in (1, 0, False)
         )
-        lines.append(f"the nearest layout ({keys}) misses at least {missing / 2**30:.2f} GiB a device")
+        lines.append(f"the nearest layout ({keys}) misses at least {bytes_text(missing)} a device")
     if wish.smaller:
         steady = search(replace(wish, smaller=range(0)), keep=1)
         if steady.ranking:
@@ -179,11 +189,7 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
         freed = search(replace(wish, fixed={}), keep=1)
         if freed.ranking:
             best = freed.ranking[0]
-            what = {k: v for k, v in layout_of(best.job).items() if wish.fixed.get(k, v) != v}
-            if best.job.micro_batch != wish.fixed.get("micro_batch", best.job.micro_batch):
-                what["micro_batch"] = best.job.micro_batch
-            changes = ", ".join(f"{key} = {value}" for key, value in what.items())
-            lines.append(f"it fits with {changes} ({seconds_text(best.seconds)} a step)")
+            lines.append(f"it fits with {_moved(wish, best.job)} ({seconds_text(best.seconds)} a step)")
             return lines
     return [*lines, _wider(wish)]
 
@@ -212,6 +218,12 @@ def _wider(wish: Wish) -> str:
     return f"its states alone are {states / 2**30:,.0f} GiB: it takes {least:,} such devices or more"
 
 
+def _moved(wish: Wish, job: Job) -> str:
+    """The fixed keys that are other in `job`, as it has them."""
+    own = {**layout_of(job), "micro_batch": job.micro_batch}
+    return ", ".join(f"{key} = {value}" for key, value in own.items() if wish.fixed.get(key, value) != value)
+
+
 def _ramp_wish(wish: Wish, ranked: Ranked) -> str:
     """What the ramp would have to be for the best layout without one."""
     job = ranked.job
@@ -227,7 +239,12 @@ def _ramp_wish(wish: Wish, ranked: Ranked) -> str:
 
 
 def _no_layout(wish: Wish) -> str:
-    fixed = ", ".join(f"{key} = {value}" for key, value in wish.fixed.items()) or "none"
+    keys = dict(wish.fixed)
+    if wish.stack.algorithm != "backend":
+        keys["algorithm"] = wish.stack.algorithm
+    if wish.stack.compression.method != "none":
+        keys["compression"] = wish.stack.compression.method
+    fixed = ", ".join(f"{key} = {value}" for key, value in keys.items()) or "none"
     batches = [str(batch) for batch in nearest_batches(wish) if batch != wish.global_batch]
     near = f"; nearest legal global batch: {' or '.join(batches)}" if batches else ""
     return (

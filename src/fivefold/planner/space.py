@@ -13,7 +13,7 @@ from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
 from fivefold.spec.stages import most_stages
-from fivefold.spec.synchronisation import serves
+from fivefold.spec.synchronisation import can_sum
 
 RECOMPUTE = ("none", "attention", "elementwise", "full")
 SCHEDULES: tuple[schedules.Name, ...] = (
@@ -236,16 +236,23 @@ def _allowed(wish: Wish, key: str, values: Iterable[int]) -> list[int]:
 def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
     """(zero, dp_replicate, dp_shard) for a point, for each zero the most shards first."""
     dp, cp, ep = point.data_parallel, point.shape.cp, point.shape.ep
+    is_apart = wish.model.tied and point.pp > 1
+
+    def sums(zero: int, replicas: int) -> bool:
+        method = wish.stack.compression.method
+        return can_sum(wish.stack.algorithm, method, zero, dp * cp, replicas, is_apart)
+
     found = []
-    if wish.allows("zero", 0) and (ep == 1 or cp % ep == 0) and wish.fixed.get("dp_shard", 1) in (1, -1, dp):
+    free = (ep == 1 or cp % ep == 0) and wish.fixed.get("dp_shard", 1) in (1, -1, dp)
+    if wish.allows("zero", 0) and free and sums(0, dp):
         found.append((0, dp, 1))
     for zero in (1, 2, 3):
-        if not wish.allows("zero", zero) or not serves(wish.stack.algorithm, zero):
+        if not wish.allows("zero", zero):
             continue
         if zero == 3 and point.pp > 1 and point.schedule in schedules.SPLITS_BACKWARD:
             continue  # torch runs a split backward only on gathered parameters: zero 3 would be zero 2
         for shard in reversed(divisors(dp)):
-            legal = shard * cp > 1 and shard * cp % ep == 0
+            legal = shard * cp > 1 and shard * cp % ep == 0 and sums(zero, dp // shard)
             if legal and wish.allows("dp_shard", shard) and wish.allows("dp_replicate", dp // shard):
                 found.append((zero, dp // shard, shard))
     return found
@@ -255,9 +262,12 @@ def size(wish: Wish) -> int:
     """How many layouts the space has."""
     count = 0
     ways: dict[tuple[int, int], tuple[int, int]] = {}  # points with and without a split backward
-    splits: dict[tuple[int, int, int], tuple[int, int]] = {}  # divisions of the data-parallel ranks of each
+    splits: dict[
+        tuple[int, int, int, bool], tuple[int, int]
+    ] = {}  # divisions of the data-parallel ranks of each
     for group in groups(wish):
-        pipe, data = (group.pp, group.microbatches), (group.data_parallel, group.shape.cp, group.shape.ep)
+        pipe = group.pp, group.microbatches
+        data = group.data_parallel, group.shape.cp, group.shape.ep, group.pp > 1
         if pipe not in ways:
             whole = halves = 0
             for series in series_of(wish, group):
@@ -267,10 +277,9 @@ def size(wish: Wish) -> int:
                     whole += sum(1 for _ in points(wish, series))
             ways[pipe] = whole, halves
         if data not in splits:
-            piped = group._replace(pp=2)
             splits[data] = (
-                len(data_layouts(wish, Point(Series(piped, group.shape, "1f1b"), 1))),
-                len(data_layouts(wish, Point(Series(piped, group.shape, "zb_h1"), 1))),
+                len(data_layouts(wish, Point(Series(group, group.shape, "1f1b"), 1))),
+                len(data_layouts(wish, Point(Series(group, group.shape, "zb_h1"), 1))),
             )
         count += sum(map(mul, ways[pipe], splits[data]))
     return count

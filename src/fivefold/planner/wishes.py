@@ -13,7 +13,7 @@ from fivefold.planner.document import LAYOUT, layout_of
 from fivefold.planner.jobs import ITEMSIZES, hardware_of, stack_of
 from fivefold.planner.space import Wish, divisors, is_legal
 from fivefold.spec.batch import BatchPlan
-from fivefold.spec.legal import check_layout, check_model
+from fivefold.spec.legal import check_algorithm, check_compression, check_layout, check_model
 from fivefold.spec.mesh import AXES, Mesh
 from fivefold.spec.ramp import plan_course
 
@@ -38,6 +38,7 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     }
     if "batch.micro_batch" in written:
         fixed["micro_batch"] = config.batch.micro_batch
+    _check_sums(config, fixed)
     _check_degrees(config, fixed, hardware.devices)
     _check_fixed(config, fixed, hardware.devices)
     return Wish(
@@ -51,6 +52,16 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
         fixed=fixed,
         context=config.parallel.context,
         smaller=range(config.batch.ramp.start, batch, course.increment) if course.growths else range(0),
+    )
+
+
+def _check_sums(config: Config, fixed: Mapping[str, Any]) -> None:
+    """Refuses a program or a compression of gradients that no layout could have."""
+    zero = fixed.get("zero", 0)
+    mesh = Mesh(dp_replicate=2, dp_shard=2, pp=fixed.get("pp", 1))
+    check_algorithm(msgspec.structs.replace(config.parallel, zero=zero), mesh)
+    check_compression(
+        msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, zero=zero)), mesh
     )
 
 

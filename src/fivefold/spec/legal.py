@@ -67,7 +67,7 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
             f"parallel.cp = {mesh.cp}: more ranks than a sequence has tokens; "
             f"expected at most batch.sequence_length = {config.batch.sequence_length}"
         )
-    batch = plan_batch(config.batch, mesh)
+    batch = plan_batch(config.batch, mesh, config.parallel.schedule)
     course = plan_course(config.batch.ramp, batch)
     check_schedule(config.parallel, mesh, batch, f"batch.global_batch = {batch.global_batch}")
     for plan in course.plans():
