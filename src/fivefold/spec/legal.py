@@ -194,7 +194,7 @@ def check_algorithm(parallel: Parallel, mesh: Mesh) -> None:
     if parallel.compression != "none":
         raise ConfigError(
             f"parallel.algorithm = {name} with compression = {parallel.compression}: compressed sums have collectives "
-            "of their own; set algorithm = backend, or compression = none"
+            "of their own, and there is room for 1 of the 2; set algorithm = backend, or compression = none"
         )
 
 
