@@ -210,11 +210,10 @@ def _wider(wish: Wish) -> str:
             if grows:
                 wider = replace(wider, global_batch=on.devices, smaller=range(0))
             if found := search(wider, keep=1).ranking:
-                freed = " with none of its keys fixed" if wish.fixed and tried is free else ""
-                batch = f" and a global batch of {on.devices}" if grows else ""
-                return (
-                    f"it fits on {on.devices} devices{freed}{batch} ({seconds_text(found[0].seconds)} a step)"
-                )
+                how = [_moved(wish, found[0].job)] if wish.fixed and tried is free else []
+                how += [f"global_batch = {on.devices}"] if grows else []
+                text = f" with {', '.join(filter(None, how))}" if any(how) else ""
+                return f"it fits on {on.devices} devices{text} ({seconds_text(found[0].seconds)} a step)"
     return f"its states alone are {states / 2**30:,.0f} GiB: it takes {least:,} such devices or more"
 
 
