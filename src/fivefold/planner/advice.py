@@ -73,7 +73,7 @@ def _verdict(
     except ConfigError as error:
         return f"cannot be: {error}"
     also = _also(old.job, job, changes)
-    bound = _bound(old.job, job, fixed)
+    bound = _bound(job, fixed)
     excess, rank = least_excess(job)
     if excess > 0:
         return f"{also}does not fit, at least {bytes_text(excess)} too much on pipeline rank {rank}"
@@ -97,12 +97,14 @@ def _verdict(
     )
 
 
-def _bound(best: Job, job: Job, fixed: Mapping[str, Any]) -> str:
-    """Which fixed keys would have to move for `job`. With zero 0 replicas and shards are one."""
-    old, new = layout_of(best), layout_of(job)
-    old["micro_batch"], new["micro_batch"] = best.micro_batch, job.micro_batch
+def _bound(job: Job, fixed: Mapping[str, Any]) -> str:
+    """Which fixed keys would have to move for `job`. With zero 0 replicas and shards are one; without a pipeline
+    schedules are; a schedule whose chunks are given counts as one chunk, too."""
     free = {"dp_replicate", "dp_shard"} if job.zero == 0 else set()
-    moved = [f"{key} = {fixed[key]}" for key in fixed if key not in free and old[key] != new[key]]
+    free |= {"schedule"} if job.pp == 1 else set()
+    free |= {"chunks"} if fixed.get("chunks") == 1 and not job.schedule.startswith("interleaved") else set()
+    own = {**layout_of(job), "micro_batch": job.micro_batch}
+    moved = [f"{key} = {value}" for key, value in fixed.items() if key not in free and own[key] != value]
     return f", but {' and '.join(moved)} is fixed" if moved else ""
 
 

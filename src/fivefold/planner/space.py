@@ -243,9 +243,12 @@ def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
         return can_sum(wish.stack.algorithm, method, zero, dp * cp, replicas, is_apart)
 
     found = []
-    free = (ep == 1 or cp % ep == 0) and wish.fixed.get("dp_shard", 1) in (1, -1, dp)
-    if wish.allows("zero", 0) and free and sums(0, dp):
-        found.append((0, dp, 1))
+    shards = wish.fixed.get("dp_shard", 1)
+    divides = shards in (1, dp) and dp // shards % wish.fixed.get("dp_replicate", 1) == 0
+    if "dp_shard" in wish.fixed:
+        divides = divides and wish.allows("dp_replicate", dp // shards)
+    if wish.allows("zero", 0) and (ep == 1 or cp % ep == 0) and divides and sums(0, dp):
+        found.append((0, dp, 1))  # as many replicas times shards, which are one
     for zero in (1, 2, 3):
         if not wish.allows("zero", zero):
             continue
