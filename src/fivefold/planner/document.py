@@ -106,6 +106,7 @@ def document(ledger: Ledger) -> dict[str, Any]:
                 "seconds": row.seconds,
                 "exposed_seconds": row.exposed_seconds,
                 "link": row.link,
+                "experts": "expert parameters" in row.formula,
             }
             for row in ledger.traffic
         ],
