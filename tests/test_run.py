@@ -23,7 +23,7 @@ from fivefold.data.samples import Samples
 from fivefold.data.store import open_store
 from fivefold.trainer import shelf
 from fivefold.trainer.checkpoint import load_tensors
-from fivefold.trainer.identity import identity, refuse_change
+from fivefold.trainer.identity import check_resume, identity, refuse_change
 
 TEXT = Path(json.__file__).parent  # real text, quickly tokenized
 CONFIG = f"""
@@ -299,6 +299,12 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_changes_nothing(
     more = ["--set", "run.steps=14", "--set", "data.validation_fraction=0"]
     done = fivefold(place, "train", str(copy), "--resume", *alone, *more, expect=2)
     assert "other samples" in one_line(done)
+    newest = copy / "checkpoints" / "step-12"
+    with pytest.raises(BadInput, match=r"run\.seed = 5: .*step-12 was trained with"):  # no rank needed
+        check_resume(load(str(copy), ["run.seed=5"]), newest.parent)
+    check_resume(load(str(copy)), newest.parent)
+    (newest / "manifest.json").write_text("{")  # whoever loads it says what is wrong
+    check_resume(load(str(copy), ["run.seed=5"]), newest.parent)
     assert (copy / "config.toml").read_text() == config
     assert numbers(metrics(copy)) == numbers(metrics(whole))
 

@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
 
     check_compiler(config.machine)
     if place is None:
-        directory = _check_inputs(config, arguments.resume, arguments.account)
+        directory = _check_inputs(resolved.config, arguments.resume, arguments.account)
         if resolved.mesh.world_size > 1:
             return _start(arguments, resolved.mesh.world_size, directory)
     if arguments.account:
@@ -89,13 +89,16 @@ def _check_inputs(config: Config, resume: bool, account: bool) -> str:
     from fivefold.data.check import check_data
     from fivefold.data.tokenizer import load_tokenizer
     from fivefold.observe.sinks import check_sinks
-    from fivefold.trainer.directory import choose_directory
+    from fivefold.trainer.directory import CHECKPOINTS, choose_directory
+    from fivefold.trainer.identity import check_resume
 
     check_data(config.data)
     if config.data.tokenizer:
         load_tokenizer(Path(config.data.tokenizer).expanduser(), config.model.vocab)
     check_sinks(config.log.sinks)
     directory = config.run.dir if account else str(choose_directory(config.run, resume))
+    if resume:
+        check_resume(config, Path(directory) / CHECKPOINTS)
     if config.model.path and not resume:
         _check_weights(config)
     return directory

@@ -1,5 +1,6 @@
 """What a run keeps for life: under another value of these keys its checkpoints would mean something else."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import msgspec
 
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Config
+from fivefold.trainer import shelf
 
 SAMPLES = "samples"
 # Of the model, what a trained one does not show.
@@ -43,3 +45,19 @@ def refuse_change(stored: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
         f"{key} = {now.get(key)}: {checkpoint} was trained with {stored[key]}; set it back, or start a new run "
         "without --resume"
     )
+
+
+def check_resume(config: Config, checkpoints: Path) -> None:
+    """Refuses, before a rank starts, what `refuse_change` would of the newest checkpoint, but for its samples: to know
+    those the text has to be read. A damaged checkpoint is left to who loads it.
+
+    Raises:
+        BadInput: in one line.
+    """
+    for newest in shelf.complete(checkpoints)[-1:]:
+        try:
+            stored = json.loads((newest / shelf.MANIFEST).read_bytes())["counters"]["identity"]
+            now = identity(config, stored[SAMPLES])
+        except (OSError, ValueError, KeyError, TypeError):
+            return
+        refuse_change(stored, now, newest)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from fivefold.config.errors import RunFailed
 
-SUMS = "SHA256SUMS"  # in every checkpoint
+MANIFEST, SUMS = "manifest.json", "SHA256SUMS"  # in every checkpoint
 WITNESS = ".seen-by-all-"  # + ID: a file by which ranks find out whether they see the same directory
 LOCK_SECONDS = 5.0  # how long a new run waits for the one before it, just killed, to let go of the directory
 

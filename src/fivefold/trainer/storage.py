@@ -34,10 +34,10 @@ from torch.futures import Future
 
 from fivefold.parallel.local import Piece
 from fivefold.trainer import shelf
-from fivefold.trainer.shelf import SUMS, CheckpointError
+from fivefold.trainer.shelf import MANIFEST, SUMS, CheckpointError
 
 FORMAT = 1  # raised when a reader of today could misread what is written
-MANIFEST, CONFIG = "manifest.json", "config.toml"
+CONFIG = "config.toml"
 
 
 @dataclass(frozen=True)
