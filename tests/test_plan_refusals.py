@@ -136,6 +136,21 @@ def test_a_better_neighbour_says_which_key_forbids_it(
     assert not [line for line in free if "(-" in line or " is fixed" in line]
 
 
+def test_batch_on_another_number_of_devices_takes_their_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {}
+    for nodes, devices in ((2, ""), (8, "16"), (2, "32"), (4, "")):
+        call(tmp_path, capsys, "batch", f"llama3-8b, {nodes}x8 h100, 64")
+        words = ["--devices", devices] if devices else []
+        assert main(["batch", str(tmp_path / "c.toml"), "--json", *words]) == 0
+        steps[nodes, devices] = json.loads(capsys.readouterr().out)["time"][0]["step_seconds"]
+    assert steps[2, ""] == steps[8, "16"]
+    assert steps[4, ""] == steps[2, "32"]
+    assert main(["batch", str(tmp_path / "c.toml"), "--devices", "20"]) == 2
+    assert "nearest legal: 16 or 24" in capsys.readouterr().err
+
+
 def test_batch_counts_an_axis_of_minus_one_as_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

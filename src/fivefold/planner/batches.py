@@ -3,8 +3,11 @@
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 
-from fivefold.config.errors import ConfigError
+import msgspec
+
+from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Config
+from fivefold.ledger.hardware import Hardware
 from fivefold.planner.search import search
 from fivefold.planner.space import Wish, divisors
 from fivefold.spec.mesh import AXES, resolve
@@ -49,6 +52,21 @@ def splits(global_batch: int, degrees: list[int], largest: int = 64) -> list[Spl
         for micro in divisors(global_batch // degree)
         if micro <= largest
     ]
+
+
+def on_devices(cluster: Hardware, count: int) -> Hardware:
+    """The cluster with another number of devices: whole nodes, or a part of one. Raises ConfigError else."""
+    own = cluster.node.devices
+    if count < own:
+        return msgspec.structs.replace(
+            cluster, nodes=1, node=msgspec.structs.replace(cluster.node, devices=count)
+        )
+    if count % own:
+        raise ConfigError(
+            f"--devices {count}: not a multiple of a node's {own} devices; "
+            f"nearest legal: {nearest_multiples(count, own)}"
+        )
+    return msgspec.structs.replace(cluster, nodes=count // own)
 
 
 def degrees(config: Config, written: frozenset[str], devices: int) -> list[int]:
