@@ -151,6 +151,28 @@ def test_batch_on_another_number_of_devices_takes_their_time(
     assert "nearest legal: 16 or 24" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "base", "words"),
+    [
+        ("plan", "llama3-8b, 99999999999x8 h100, 64", []),
+        ("plan", "llama3-8b, 2x8 h100, 9007199254740993", []),
+        ("batch", "llama3-8b, 2x8 h100, 64", ["--devices", "9007199254740992"]),
+        ("batch", "llama3-8b, 2x8 h100, 64", ["--tokens", "999999T"]),
+    ],
+)
+def test_what_nobody_has_is_refused_at_once(
+    command: str, base: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, cluster, batch = base.split(", ")
+    path = tmp_path / "c.toml"
+    path.write_text(
+        f'[model]\npreset = "{model}"\n[cluster]\npreset = "{cluster}"\n[batch]\nglobal_batch = {batch}\n'
+        "sequence_length = 1000\n"
+    )
+    assert main([command, str(path), *words]) == 2
+    assert "expected at most 2147483648" in capsys.readouterr().err
+
+
 def test_batch_counts_an_axis_of_minus_one_as_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

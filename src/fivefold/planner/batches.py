@@ -9,7 +9,7 @@ from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Config
 from fivefold.ledger.hardware import Hardware
 from fivefold.planner.search import search
-from fivefold.planner.space import Wish, divisors
+from fivefold.planner.space import Wish, check_size, divisors
 from fivefold.spec.mesh import AXES, resolve
 
 
@@ -40,6 +40,7 @@ def sequences(tokens: int, length: int) -> int:
             f"batch of {tokens} tokens: not a multiple of sequence_length {length}; nearest legal: "
             + " or ".join(map(str, legal))
         )
+    check_size("sequences of the batch", count)
     return count
 
 
@@ -56,6 +57,7 @@ def splits(global_batch: int, degrees: list[int], largest: int = 64) -> list[Spl
 
 def on_devices(cluster: Hardware, count: int) -> Hardware:
     """The cluster with another number of devices: whole nodes, or a part of one. Raises ConfigError else."""
+    check_size("--devices", count)
     own = cluster.node.devices
     if count < own:
         return msgspec.structs.replace(

@@ -114,6 +114,16 @@ class Point(NamedTuple):
         return self.series.group.microbatches
 
 
+MOST = 1 << 31
+"""Devices and sequences of a batch whose divisors are looked for."""
+
+
+def check_size(what: str, number: int) -> None:
+    """Refuses a number of devices or sequences whose divisors would take minutes."""
+    if number > MOST:
+        raise ConfigError(f"{what} = {number}: expected at most {MOST}")
+
+
 def divisors(number: int) -> list[int]:
     """In ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]

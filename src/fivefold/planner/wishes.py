@@ -11,7 +11,7 @@ from fivefold.config.tree import Config, Parallel
 from fivefold.ledger.job import Job
 from fivefold.planner.document import LAYOUT, layout_of
 from fivefold.planner.jobs import ITEMSIZES, hardware_of, stack_of
-from fivefold.planner.space import Wish, divisors, is_legal
+from fivefold.planner.space import Wish, check_size, divisors, is_legal
 from fivefold.spec.batch import BatchPlan
 from fivefold.spec.legal import check_algorithm, check_compression, check_layout, check_model
 from fivefold.spec.mesh import AXES, Mesh
@@ -30,6 +30,8 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     check_model(config.model)
     hardware = hardware_of(config)
     batch, length = _global_batch(config, hardware.devices), config.batch.sequence_length
+    check_size("devices of the cluster", hardware.devices)
+    check_size("batch.global_batch", batch)
     course = plan_course(config.batch.ramp, BatchPlan(batch, 1, batch, 1, length))
     fixed = {
         key: getattr(config.parallel, key)
