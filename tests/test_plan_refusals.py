@@ -173,6 +173,11 @@ def test_what_nobody_has_is_refused_at_once(
     assert "expected at most 2147483648" in capsys.readouterr().err
 
 
+def test_neighbours_of_very_many_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = call(tmp_path, capsys, "plan", "llama3-8b, 16777216x8 h100, 134217728")[1]
+    assert any("<= 1048576" in line for line in found["neighbours"])
+
+
 def test_batch_counts_an_axis_of_minus_one_as_free(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

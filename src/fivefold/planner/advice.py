@@ -158,7 +158,10 @@ def _changed(best: Job, changes: dict[str, Any]) -> Job:
             f"schedule {job.schedule} keeps parameters gathered, so zero 3 is zero 2; use zero = 2"
         )
     _check_sums(job)
-    parallel = msgspec.convert(layout_of(job), Parallel)
+    try:
+        parallel = msgspec.convert(layout_of(job), Parallel)
+    except msgspec.ValidationError as error:  # more ranks than an axis can have
+        raise ConfigError(f"{ranks} replicas: {error}") from None
     check_layout(job.model, parallel, Mesh(job.pp, job.dp_replicate, job.dp_shard, job.cp, job.tp))
     return job
 
