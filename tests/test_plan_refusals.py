@@ -2,12 +2,16 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fivefold.cli.main import main
+from fivefold.config.load import load
+from fivefold.planner.advice import neighbours
+from fivefold.planner.jobs import job_of
 
 
 def call(
@@ -174,8 +178,12 @@ def test_what_nobody_has_is_refused_at_once(
 
 
 def test_neighbours_of_very_many_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = call(tmp_path, capsys, "plan", "llama3-8b, 16777216x8 h100, 134217728")[1]
-    assert any("<= 1048576" in line for line in found["neighbours"])
+    """One step from as many replicas as there can be are more than there can be."""
+    call(tmp_path, capsys, "estimate", "llama3-8b, 1x8 h100, 16", "parallel.tp=2", "parallel.pp=2")
+    sets = ["parallel.tp=2", "parallel.pp=4", "parallel.dp_replicate=1", "parallel.dp_shard=1"]
+    job = replace(job_of(load(str(tmp_path / "c.toml"), sets)), dp_replicate=1 << 20)
+    lines = neighbours(job, 1.0)
+    assert any("<= 1048576" in line for line in lines)
 
 
 def test_batch_counts_an_axis_of_minus_one_as_free(
