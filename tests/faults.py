@@ -25,6 +25,7 @@ from fivefold.spec.mesh import Mesh
 from fivefold.trainer import step
 from fivefold.trainer.agree import Agreement
 from fivefold.trainer.batches import MicroBatch
+from fivefold.trainer.muon import Exchange
 from fivefold.trainer.optimizer import LocalOptimizer
 
 
@@ -503,6 +504,18 @@ def documents_mixed() -> Any:
         return staticmethod(of)
 
     return swapped(MicroBatch, "of", make)
+
+
+def parts_orthogonalised() -> Any:
+    """Muon takes what tensor parallel leaves to a rank for the whole matrix."""
+
+    def make(before: Any) -> Any:
+        def starts(self: Exchange, group: Any, *rest: Any) -> None:
+            before(self, None if group is not None and group.group_desc == "tp" else group, *rest)
+
+        return starts
+
+    return swapped(Exchange, "__init__", make)
 
 
 def learning_rate_by_rank() -> Any:

@@ -63,9 +63,9 @@ def words(name: str, *given: str, says: tuple[str, ...]) -> Case:
     return Case(name, given, says, {"a.toml": BASE, "text": "some text\n"})
 
 
-def layouts(name: str, text: str, says: tuple[str, ...], *, muon: bool = False) -> Case:
+def layouts(name: str, text: str, says: tuple[str, ...], *, compiled: bool = False) -> Case:
     """A file of layouts."""
-    more = ("--set", "optimizer.name=muon") if muon else ()
+    more = ("--set", "machine.compile=true") if compiled else ()
     given = ("verify", "a.toml", "--layouts", "l.json", *more)
     return Case(name, given, says, {"a.toml": BASE, "l.json": text})
 
@@ -418,11 +418,6 @@ VERIFY = [
         says=("tp 2", "= 2 ranks", "3"),
     ),
     words(
-        "verify with an optimizer that one process has not",
-        *("verify", "a.toml", "--set", "optimizer.name=muon", "--layouts", "pairs"),
-        says=("optimizer.name = muon", "adamw"),
-    ),
-    words(
         "verify of what is approximate",
         *("verify", "a.toml", "--set", "parallel.compression=int8", "--set", "parallel.dp_replicate=2"),
         says=("parallel.compression = int8", "none"),
@@ -457,7 +452,10 @@ VERIFY = [
     layouts("layout that is open", '[{"tp": -1, "dp_shard": -1}]', says=("l.json[0]", "only one")),
     layouts("layout out of range", '[{"tp": 99999999999}]', says=("--layouts l.json", "tp")),
     layouts(
-        "layout that is not trained", '[{"tp": 2, "dp_shard": 1}]', says=("l.json[0]", "muon"), muon=True
+        "layout that is not trained",
+        '[{"tp": 2, "dp_shard": 1}]',
+        says=("l.json[0]", "machine.compile with tensor parallel"),
+        compiled=True,
     ),
     words(
         "verdicts into nowhere",

@@ -28,17 +28,23 @@ LAYOUTS = {
     "tied": ("gpt2", "dp_shard=16 zero=1 pp=4 tp=2"),
     "tied, v-shaped": ("gpt2", "dp_shard=32 zero=2 pp=2 tp=2 schedule=dualpipev"),
     "a program": ("llama3-8b", "dp_replicate=128 dp_shard=1 algorithm=double-tree"),
+    "muon": ("llama3-8b", "dp_shard=16 zero=2 tp=2 dp_replicate=4"),
+    "muon, few tokens": ("qwen2.5-7b", "dp_shard=128 zero=3 recompute=full"),
+    "muon of experts": ("qwen3-30b-a3b", "ep=8 dp_shard=16 zero=1 pp=4 dp_replicate=2"),
     "compressed": ("llama3-8b", "dp_replicate=8 dp_shard=16 zero=1 compression=int8"),
 }
 
 
-def ledger_of(path: Path, model: str, sets: str, cluster: str = "16x8 h100") -> Ledger:
+def ledger_of(
+    path: Path, model: str, sets: str, cluster: str = "16x8 h100", optimizer: str = "adamw"
+) -> Ledger:
     path.write_text(
         f'[model]\npreset = "{model}"\n[cluster]\npreset = "{cluster}"\n[batch]\nglobal_batch = 128\n'
         'sequence_length = 1024\n[precision]\ndtype = "bf16"\n'
     )
     keys = {"dp_replicate": "1", "dp_shard": "1"} | dict(word.split("=") for word in sets.split())
-    return estimate(job_of(load(str(path), [f"parallel.{key}={value}" for key, value in keys.items()])))
+    overrides = [f"parallel.{key}={value}" for key, value in keys.items()]
+    return estimate(job_of(load(str(path), [*overrides, f"optimizer.name={optimizer}"])))
 
 
 def worked_out(expression: str) -> float:
@@ -65,7 +71,8 @@ def check(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_numbers_put_in_give_the_value(name: str, tmp_path: Path) -> None:
-    check(ledger_of(tmp_path / "c.toml", *LAYOUTS[name]))
+    optimizer = "muon" if name.startswith("muon") else "adamw"
+    check(ledger_of(tmp_path / "c.toml", *LAYOUTS[name], optimizer=optimizer))
 
 
 def test_on_cpus_too(tmp_path: Path) -> None:

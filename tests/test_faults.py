@@ -28,6 +28,7 @@ class Fault(NamedTuple):
     kind: str = ""
     preset: str = "quickstart"
     model: Mapping[str, Any] = MappingProxyType({})
+    optimizer: str = "adamw"
 
 
 TP = {"tp": 2}
@@ -76,6 +77,7 @@ FAULTS = [
     Fault(faults.weight_gradients_twice, PIPE | {"schedule": "zb_h1"}, "pp", "gradient"),
     Fault(faults.stage_gradient_cast, PIPE, "pp", "gradient"),
     Fault(faults.skip_decided_locally, REPLICAS, "dp_replicate", ""),
+    Fault(faults.parts_orthogonalised, TP, "tp", "(update)", optimizer="muon"),
 ]
 FEW = {
     faults.norm_gradients_not_summed,
@@ -93,7 +95,7 @@ def verifier() -> Iterator[Verifier]:
 
 
 def config_of(fault: Fault) -> Config:
-    config = load(fault.preset, [])
+    config = load(fault.preset, [f"optimizer.name={fault.optimizer}"])
     parallel = replace(config.parallel, **({"dp_replicate": 1, "dp_shard": 1} | fault.layout))
     model = replace(config.model, **fault.model)
     batch = replace(config.batch, global_batch=16, micro_batch=2)

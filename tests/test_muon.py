@@ -9,15 +9,21 @@ import pytest
 import torch
 from msgspec.structs import replace
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from fivefold.config.tree import Config, Optimizer, Parallel
+from fivefold.ledger import muon
+from fivefold.ledger.pipeline import own_stages
+from fivefold.ledger.shards import contents
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.mesh import Groups, groups
+from fivefold.planner.jobs import job_of
 from fivefold.proof.error import errors
 from fivefold.proof.gather import wholes
 from fivefold.spec.legal import resolve_config
+from fivefold.spec.matrices import is_matrix, owners, work
 from fivefold.spec.parameters import parameters
-from fivefold.trainer.muon import is_matrix, owners
+from fivefold.trainer.muon import direction
 from fivefold.trainer.optimizer import LocalOptimizer
 from fivefold.trainer.state import tensors
 from ranks import Ranks
@@ -31,13 +37,27 @@ MUON = Optimizer(name="muon", lr=3e-3, momentum=0.95, clip=0.5)
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(3, backend=None) as started:
+    with Ranks(4, backend=None) as started:
         yield started
 
 
 def config_of(**layout: Any) -> Config:
     config = toy_config(dtype="float32", global_batch=12, **layout)
     return replace(config, model=with_experts(OPTIONS), optimizer=MUON)
+
+
+def predicted(config: Config, world_size: int, rank: int) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of the exchanges of a rank, by axis, as the ledger has them."""
+    job = job_of(replace(config, run=replace(config.run, ranks=world_size)))
+    stages = contents(job.model, job.stages)
+    at = resolve_config(config, world_size).mesh.coordinates(rank)["pp"]
+    own = [stages[index] for index in own_stages(job, at)]
+    place, tensor_place = divmod(rank % (world_size // job.pp), job.tp)
+    found: dict[str, tuple[int, int]] = {}
+    for row in muon.rows(job, own, place, tensor_place):
+        count, size = found.get(row.axis, (0, 0))
+        found[row.axis] = count + row.times, size + round(row.bytes_per_rank)
+    return found
 
 
 def gradient(name: str, shape: tuple[int, ...], step: int) -> Tensor:
@@ -74,7 +94,7 @@ def torch_steps(config: Config) -> dict[str, Tensor]:
             parts = values[p.spec.name].unbind() if len(p.spec.shape) == 3 else [values[p.spec.name]]
             matrices[p.spec.name] = [part.detach().clone().requires_grad_() for part in parts]
     options = config.optimizer
-    muon = torch.optim.Muon(
+    of_matrices = torch.optim.Muon(
         [matrix for found in matrices.values() for matrix in found],
         lr=2e-3, weight_decay=options.weight_decay, momentum=options.momentum, nesterov=True,
         adjust_lr_fn="match_rms_adamw",
@@ -98,20 +118,40 @@ def torch_steps(config: Config) -> dict[str, Tensor]:
                     matrix.grad = part.clone()
             else:
                 value.grad = given
-        muon.step()
+        of_matrices.step()
         adamw.step()
     whole = {n: torch.stack(m) if len(values[n].shape) == 3 else m[0] for n, m in matrices.items()}
     return {f"model.{name}": (whole.get(name, value)).detach() for name, value in values.items()}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [(1, {}), (2, {"zero": 1}), (3, {}), (3, {"zero": 1}), (3, {"zero": 2}), (3, {"zero": 3})],
-    ids=str,
-)
-def test_steps_are_torchs_on_whole_matrices(ranks: Ranks, world_size: int, layout: dict[str, Any]) -> None:
-    """With the same gradients; and the two exchanges move each element there and back once, in all."""
+FOUR = {"experts": replace(OPTIONS, count=4)}
+LAYOUTS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [  # ranks, layout, model
+    (1, {}, {}),
+    (2, {"zero": 1}, {}),
+    (3, {}, {}),
+    (3, {"zero": 1}, {}),
+    (3, {"zero": 2}, {}),
+    (3, {"zero": 3}, {}),
+    (2, {"tp": 2}, {}),
+    (4, {"tp": 4}, {"kv_heads": 1}),
+    (4, {"tp": 4, "sequence_parallel": True}, {"kv_heads": 2, "experts": replace(OPTIONS, shared_ffn=20)}),
+    (4, {"tp": 2, "zero": 1}, {}),
+    (4, {"tp": 2, "zero": 3, "ep": 2}, FOUR),
+    (4, {"zero": 2, "ep": 2}, FOUR),
+    (4, {"tp": 2, "cp": 2, "zero": 2}, {"kv_heads": 1}),
+    (4, {"cp": 2, "ep": 2, "tp": 2}, FOUR),
+    (4, {"pp": 2, "tp": 2}, {}),
+    (4, {"dp_replicate": 2, "dp_shard": 2, "zero": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "model"), LAYOUTS, ids=str)
+def test_steps_are_torchs_on_whole_matrices(
+    ranks: Ranks, world_size: int, layout: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """With the same gradients; and every rank sends what the ledger says."""
     config = config_of(**layout)
+    config = replace(config, model=replace(config.model, **model))
     results = ranks.run(steps_with_given_gradients, config, world_size=world_size)
     expected = torch_steps(config)
     specs = [spec for spec in parameters(config.model) if is_matrix(spec)]
@@ -124,14 +164,25 @@ def test_steps_are_torchs_on_whole_matrices(ranks: Ranks, world_size: int, layou
         assert {f"optimizer.{spec.name}.momentum_buffer" for spec in specs} <= state.keys()
         assert not any(f"optimizer.{spec.name}.exp_avg" in state for spec in specs)
     rows = [[row for row in result["rows"] if row.primitive == "all_to_all"] for result in results]
-    if not layout:
-        assert not any(rows)
-        return
-    elements = sum(spec.numel for spec in specs)
-    assert sum(row.bytes_per_rank for of_rank in rows for row in of_rank) == 2 * 4 * elements
-    assert {(row.axis, row.phase, row.count) for of_rank in rows for row in of_rank} == {
-        ("dp_shard", "optimizer", 2)
-    }
+    for rank, of_rank in enumerate(rows):
+        told = {row.axis: (row.count, row.bytes_per_rank) for row in of_rank}
+        assert told == predicted(config, world_size, rank), f"rank {rank}"
+        assert {row.phase for row in of_rank} <= {"optimizer"}
+    sent = sum(row.bytes_per_rank for of_rank in rows for row in of_rank)
+    if layout.keys() == {"zero"}:  # each element there and back once, in bf16
+        assert sent == 2 * 2 * sum(spec.numel for spec in specs)
+    assert bool(sent) == (config.parallel.zero > 0 or config.parallel.tp > 1)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (3, 6, 10)])
+def test_products_are_counted(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape).bfloat16()
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        found = direction(whole)
+    assert counter.get_total_flops() == work(shape)
+    sizes = torch.linalg.svdvals(found.float())
+    assert 0.5 < sizes.min() <= sizes.max() < 1.5
 
 
 def test_owners_are_balanced() -> None:

@@ -50,7 +50,7 @@ def test_estimate_keeps_its_contract(config: str, capsys: pytest.CaptureFixture[
     assert {"total", "active", "per_rank_max"} <= set(found["parameters"])
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak", "capacity", "rank")
     assert set(parts) <= set(found["memory"])
-    assert {"model_per_step", "hardware_per_step"} == set(found["flops"])
+    assert {"model_per_step", "hardware_per_step", "optimizer_per_step"} == set(found["flops"])
     assert {"step", "compute", "exposed_communication", "bubble", "optimizer"} <= set(found["time"])
     keys = {
         "axis",
@@ -81,8 +81,36 @@ def test_estimate_says_no_with_one(config: str, capsys: pytest.CaptureFixture[st
     assert "8" in capsys.readouterr().err  # the nearest legal number of micro-batches
 
 
-def test_every_line_explains_itself(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    zero = ("--set", "parallel.zero=3", "--set", "parallel.recompute=attention")
+def test_estimate_of_muon(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against AdamW: one moment less of the layers' matrices, which travel whole, and their products; nothing else."""
+    layout = ("--set", "parallel.tp=2", "--set", "parallel.dp_shard=8", "--set", "parallel.zero=1")
+    adamw = document(capsys, "estimate", config, "--json", *layout)
+    muon = document(capsys, "estimate", config, "--json", *layout, "--set", "optimizer.name=muon")
+    matrices = 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096) // 16
+    assert adamw["memory"]["optimizer"] - muon["memory"]["optimizer"] == 4 * matrices
+    exchanged = [row for row in muon["traffic"] if row["primitive"] == "all_to_all"]
+    assert {(row["axis"], row["phase"], row["count"]) for row in exchanged} == {
+        ("dp_shard", "optimizer", 2),
+        ("tp", "optimizer", 2),
+    }
+    for row in exchanged:  # 2 B an element there and back; rank 0 has at most a fifth more than the mean
+        assert 4 * matrices <= row["bytes_per_rank"] <= 1.2 * 4 * matrices
+    products = 6 * 2 * 4096**3 + 2 * (4 * 1024**2 * 4096 + 2 * 1024**3)
+    products += 3 * (4 * 4096**2 * 14336 + 2 * 4096**3)
+    assert (adamw["flops"]["optimizer_per_step"], muon["flops"]["optimizer_per_step"]) == (
+        0,
+        32 * 5 * products,
+    )
+    seconds = 32 * 5 * products / 16 / 800e12
+    assert seconds < muon["time"]["optimizer"] - adamw["time"]["optimizer"] < 2 * seconds
+    assert muon["time"]["compute"] == adamw["time"]["compute"]
+
+
+@pytest.mark.parametrize("more", [(), ("--set", "optimizer.name=muon", "--set", "parallel.tp=2")], ids=str)
+def test_every_line_explains_itself(
+    config: str, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    zero = ("--set", "parallel.zero=3", "--set", "parallel.recompute=attention", *more)
     assert main(["estimate", config, *zero, "--explain", "list"]) == 0
     for line in capsys.readouterr().out.split():
         assert main(["estimate", config, *zero, "--explain", line]) == 0

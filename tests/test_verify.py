@@ -116,6 +116,45 @@ def test_below_float64_the_routing_is_the_references(verifier: Verifier, dtype: 
     assert "routing choices would have been" in case.document()["routing"]
 
 
+def test_one_precision_after_another_on_a_long_pipeline(verifier: Verifier) -> None:
+    """The ends of a tied embedding have a group that the stages between have not; groups are made anew for each."""
+    config = load("quickstart", ["parallel.pp=4", "parallel.dp_replicate=1", "batch.global_batch=32"])
+    assert config.model.tied
+    case = verifier.case(config, ["float64", "float32"])
+    assert case.passed, case.document()
+
+
+# Muon
+
+
+@pytest.mark.parametrize(
+    ("preset", "layout", "dtypes"),
+    [
+        ("quickstart", {"tp": 2, "dp_shard": 2, "zero": 2}, ["float64", "float32"]),
+        ("quickstart-moe", {"dp_shard": 2, "ep": 2, "tp": 2, "zero": 3}, ["float64"]),
+        ("quickstart-moe", {"pp": 2, "dp_shard": 2, "zero": 1}, ["float64", "float32"]),
+    ],
+    ids=str,
+)
+def test_muon_holds(verifier: Verifier, preset: str, layout: dict[str, Any], dtypes: list[str]) -> None:
+    """In float64 to 1e-12, as everything; optimizer state takes the bytes it was said to take."""
+    config = load(preset, ["optimizer.name=muon", "optimizer.lr=0.02", "batch.global_batch=16"])
+    parallel = replace(config.parallel, **({"dp_replicate": 1, "dp_shard": 1} | layout))
+    case = verifier.case(replace(config, parallel=parallel), dtypes)
+    assert case.passed, case.document()
+    assert case.comparisons["float64"].errors.worst <= 1e-12
+    (optimizer,) = [line for line in case.memory if line.category == "optimizer"]
+    assert optimizer.measured == optimizer.predicted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preset", ["quickstart", "quickstart-moe"])
+def test_every_pair_of_choices_holds_with_muon(verifier: Verifier, preset: str) -> None:
+    for config in covering(every_layout(load(preset, ["optimizer.name=muon"]), 4)):
+        case = verifier.case(config, ["float64"])
+        assert case.passed, case.document()
+
+
 # The command
 
 

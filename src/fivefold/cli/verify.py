@@ -121,8 +121,6 @@ def _on_ranks(config: Config, ranks: int) -> Config:
 
 def _check_has_reference(config: Config) -> None:
     """Refuses what one process would not compute alike, however right the layout is."""
-    if config.optimizer.name == "muon":
-        raise BadInput("optimizer.name = muon: verify has no reference for it; expected adamw or sgd")
     if config.parallel.compression != "none":
         raise BadInput(
             f"parallel.compression = {config.parallel.compression}: what it sums is approximate by design; verify the "

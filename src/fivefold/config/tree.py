@@ -267,8 +267,8 @@ class Optimizer(Section, frozen=True):
     name: Annotated[
         Literal["adamw", "sgd", "muon"],
         Meta(
-            description="AdamW (fused), SGD with momentum, or Muon: the layers' matrices by Muon, the rest by AdamW, "
-            "with one learning rate."
+            description="AdamW (fused), SGD with momentum, or Muon: the layers' matrices by Muon, each orthogonalised "
+            "whole whatever divides it, the rest by AdamW, with one learning rate."
         ),
     ] = "adamw"
     lr: Annotated[float, Meta(gt=0.0, description="Peak learning rate at the reference batch.")] = 3e-4

@@ -45,8 +45,8 @@ def states(job: Job, share: Share, whole: Share) -> States:
     of it is filled up to be split."""
     dense, expert = shard_degrees(job)
     parts = (
-        _part_states(job, share.dense, whole.dense, dense),
-        _part_states(job, share.expert, whole.expert, expert),
+        _part_states(job, share.dense, whole.dense, dense, share.matrices),
+        _part_states(job, share.expert, whole.expert, expert, share.expert_matrices),
     )
     return States(*(sum(kinds) for kinds in zip(*parts, strict=True)))
 
@@ -86,13 +86,15 @@ def rates(job: Job, degree: int) -> Rates:
     )
 
 
-def _part_states(job: Job, padded: int, whole: int, degree: int) -> States:
-    """States of so many elements over `degree` ranks; gradients that stay whole are not filled up."""
+def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int) -> States:
+    """States of so many elements over `degree` ranks, of which `matrices` are Muon's where it runs; gradients that stay
+    whole are not filled up."""
     of, own = rates(job, degree), -(-padded // degree)
+    spared = job.stack.spared_moments * (-(-matrices // degree) if job.zero >= 1 else matrices)
     return States(
         of.parameters[0] * own + of.parameters[1] * padded,
         of.gradients[0] * own + of.gradients[1] * whole,
-        of.optimizer[0] * own + of.optimizer[1] * padded,
+        of.optimizer[0] * own + of.optimizer[1] * padded - spared,
     )
 
 

@@ -34,6 +34,7 @@ class Stack:
         gradient: bytes of an accumulated gradient.
         reduce: bytes of a gradient on the wire.
         moments: bytes of optimizer moments per parameter.
+        muon: the layers' matrices are orthogonalised, and keep half of the moments (trainer/muon.py).
         overlap_gradients, overlap_parameters: traffic of the data-parallel axes runs under compute.
         overlap_tensor: tensor-parallel traffic runs under matmuls (user buffers, async TP).
         overlap_tensor_backward: only the backward's tensor-parallel traffic does (Megatron: under dgrad,
@@ -81,6 +82,7 @@ class Stack:
     gradient: int = 4
     reduce: int = 4
     moments: int = 8
+    muon: bool = False
     overlap_gradients: bool = True
     overlap_parameters: bool = True
     overlap_tensor: bool = False
@@ -104,6 +106,11 @@ class Stack:
     corrects_momentum: bool = False
     compression: Compression = field(default_factory=lambda: Compression("none"))
     algorithm: Algorithm = "backend"
+
+    @property
+    def spared_moments(self) -> int:
+        """Bytes of `moments` that a parameter in a matrix of Muon's does not keep."""
+        return self.moments // 2 if self.muon else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,28 @@ from fivefold.config.tree import Model
 from fivefold.ledger.job import Job
 from fivefold.spec.layout import Owned, Split, placements
 from fivefold.spec.legal import units
+from fivefold.spec.matrices import is_matrix
 from fivefold.spec.parameters import Parameter, parameters
 from fivefold.spec.stages import even_split, model_stages
 
 
 class Share(NamedTuple):
-    """Parameters of one rank: those every data-parallel rank holds, and experts (over dp · cp / ep)."""
+    """Parameters of one rank: those every data-parallel rank holds, and experts (over dp · cp / ep); and of both, those
+    in matrices that Muon would update."""
 
     dense: int
     expert: int
+    matrices: int = 0
+    expert_matrices: int = 0
 
     def __add__(self, other: object) -> "Share":
         assert isinstance(other, Share)
-        return Share(self.dense + other.dense, self.expert + other.expert)
+        return Share(
+            self.dense + other.dense,
+            self.expert + other.expert,
+            self.matrices + other.matrices,
+            self.expert_matrices + other.expert_matrices,
+        )
 
     @property
     def total(self) -> int:
@@ -84,7 +93,8 @@ def _share(model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int,
     numel = 1
     for size in shape:
         numel *= size
-    return Share(0, numel) if expert else Share(numel, 0)
+    in_matrix = numel if is_matrix(parameter) else 0
+    return Share(0, numel, 0, in_matrix) if expert else Share(numel, 0, in_matrix)
 
 
 class StageContent(NamedTuple):
@@ -110,8 +120,13 @@ def contents(model: Model, stages: int, even: bool = False) -> tuple[StageConten
 def layers_share(job: Job, content: StageContent, pad: int = 1) -> Share:
     """One rank's parameters of a stage's layers."""
     part = parts(job.model, job.tp, job.ep, job.expert_width_split, pad)
-    dense = content.dense_layers * part.dense_layer.dense + content.expert_layers * part.expert_layer.dense
-    return Share(dense, content.expert_layers * part.expert_layer.expert)
+    dense, expert = content.dense_layers, content.expert_layers
+    return Share(
+        dense * part.dense_layer.dense + expert * part.expert_layer.dense,
+        expert * part.expert_layer.expert,
+        dense * part.dense_layer.matrices + expert * part.expert_layer.matrices,
+        expert * part.expert_layer.expert_matrices,
+    )
 
 
 def stage_share(job: Job, content: StageContent, pad: int = 1) -> Share:

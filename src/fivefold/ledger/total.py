@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.config.tree import Model
-from fivefold.ledger import activations, data, flops, pipeline, tensor
+from fivefold.ledger import activations, data, flops, muon, pipeline, tensor
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.roofline import stream_seconds
@@ -133,6 +133,7 @@ def memory(
     active = held + cost.live
     if last:
         active += activations.loss_chunk(job) + activations.outputs(job)
+    buffers = max(buffers, muon.update_bytes(job, share) - active)  # there when activations are not any more
     allocated = sum(states) + active + buffers
     physics = job.physics
     overhead = physics.context_bytes + physics.fragmentation * (active + buffers)
@@ -191,12 +192,15 @@ def tail(job: Job, built: list[Stage], rank: int, share: Share, place: int = 0) 
     own = [built[index] for index in pipeline.own_stages(job, rank)]
     forward = sum(stage.times.forward for stage in own)
     backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
-    groups = data.groups(job, [stage.content for stage in own], share)
+    contents = [stage.content for stage in own]
+    groups = data.groups(job, contents, share)
     found = data.exposed(job, data.rows(job, groups, place), forward, backward)
     found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
-    found += tensor.gradient_rows(job, [stage.content for stage in own])
+    found += tensor.gradient_rows(job, contents)
+    found += muon.rows(job, contents, place)
     found += data.agreements(job)
-    return Tail(sum(item.exposed_seconds for item in found), optimizer_seconds(job, share), tuple(found))
+    update = optimizer_seconds(job, share) + muon.seconds(job, contents, share)
+    return Tail(sum(item.exposed_seconds for item in found), update, tuple(found))
 
 
 def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[float, int, Tail]:
@@ -280,13 +284,17 @@ def _join(one: Row, two: Row) -> Row:
 
 
 def optimizer_seconds(job: Job, share: Share) -> float:
-    """Of the update of what a rank owns."""
+    """Of the states of what a rank owns: one pass of the optimizer over them; what Muon orthogonalises comes on top
+    (ledger/muon.py)."""
+    stack = job.stack
     dense, expert = data.shard_degrees(job) if job.zero >= 1 else (1, 1)
-    owned = share.dense / dense + share.expert / expert
-    return stream_seconds(owned * update_bytes(job), job.hardware.device, job.physics)
+    moved = (share.dense / dense + share.expert / expert) * update_bytes(job)
+    moved -= 2 * stack.spared_moments * (share.matrices / dense + share.expert_matrices / expert)
+    return stream_seconds(moved, job.hardware.device, job.physics)
 
 
 def update_bytes(job: Job) -> int:
-    """Of an element: AdamW reads gradient, master copy and moments, writes the last three and the compute copy."""
+    """Of an element: AdamW reads gradient, master copy and moments, writes the last three and the compute copy; so does
+    Muon, but for moments that it spares."""
     stack = job.stack
     return stack.gradient + 2 * stack.master + 2 * stack.moments + stack.compute_copy

@@ -128,6 +128,7 @@ class _Split:
         self._resolved = resolved
         self._rank = rank
         self._device = device
+        self._tensor = groups.tp
         config = resolved.config
         zero, types = config.parallel.zero, (compute_dtype(config.precision), master_dtype(config.precision))
 
@@ -171,7 +172,7 @@ class _Split:
             if spec.name == "embedding.weight" and is_tied_apart(config.model, config.parallel, mesh):
                 number *= 2
             shards = division.shard.group if division.shard else None
-            self.held[spec.name] = LocalParameter(spec, own, value, number, shards)
+            self.held[spec.name] = LocalParameter(spec, own, value, number, shards, self._tensor)
         return bucket
 
 

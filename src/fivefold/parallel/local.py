@@ -25,6 +25,7 @@ class LocalParameter:
             of the whole gradient, once a step has reduced it.
         copies: how many ranks of the run hold this same part.
         shards: ranks that together hold what tensor and expert parallel leave to each; None = this one does.
+        tensor: ranks of tensor parallel, each with its part of the parameter, or with a copy; None = there is one.
     """
 
     spec: Parameter
@@ -32,6 +33,7 @@ class LocalParameter:
     value: nn.Parameter
     copies: int
     shards: ProcessGroup | None = None
+    tensor: ProcessGroup | None = None
 
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient."""

@@ -75,7 +75,8 @@ def groups(resolved: Resolved, rank: int, per_host: int = 0, make: MakeGroup = n
     copies = tensor.index(rank) // alike * alike
     stages = of("pp")
     ends = [stages[0], stages[-1]] if is_tied_apart(config.model, config.parallel, mesh) else []
-    return Groups(
+    between = [] if rank in ends or not ends else stages[1:-1]
+    found = Groups(
         pp=group("pp", stages),
         replicate=group(replicate_axis, replicas),
         shard=group(shard_axis, shards) if zero else None,
@@ -85,7 +86,10 @@ def groups(resolved: Resolved, rank: int, per_host: int = 0, make: MakeGroup = n
         tp=group("tp", tensor),
         tp_copies=group("tp", tensor[copies : copies + alike]),
         ep=group("ep", shards[place : place + ep]),
-        # The last: other ranks have no such group, and torch names groups by how many a rank has.
         embedding=group("embedding", ends) if rank in ends else None,
         per_host=per_host,
     )
+    if between:
+        # torch names groups by how many a rank has: without one, those made later would have other names here.
+        make(between, "embedding")
+    return found

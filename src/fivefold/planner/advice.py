@@ -203,7 +203,7 @@ def _wider(wish: Wish) -> str:
     """The fewest devices, by doubling, on which something fits: with the fixed keys, else without them, else with a
     sequence for each device."""
     stack, capacity = wish.stack, wish.hardware.device.memory
-    states = counts(wish.model)[0] * (stack.master + stack.moments + stack.gradient)
+    states = counts(wish.model)[0] * (stack.master + stack.moments - stack.spared_moments + stack.gradient)
     least = -(-states // int(capacity))
     free = replace(wish, fixed={})
     for tried, grows in ((wish, False), (free, False), (free, True)):

@@ -100,11 +100,12 @@ def _states(wish: Wish, series: Series, whole: RankContent, p: int) -> float:
     if p == 1:
         dense += part.embedding.dense
     fewest = dense / spread + expert / max(1, spread // shape.ep)
+    moments = stack.moments - stack.spared_moments  # as if all were matrices
     if p == 1:
-        return (stack.master + stack.gradient + stack.moments) * fewest
+        return (stack.master + stack.gradient + moments) * fewest
     split = series.schedule in schedules.SPLITS_BACKWARD
     read = stack.master if split else min(stack.master, stack.gather)
-    return (stack.gradient + read) * (dense + expert) + stack.moments * fewest
+    return (stack.gradient + read) * (dense + expert) + moments * fewest
 
 
 def quick_bound(point: Point, prices: Prices, model: Model, message: float) -> float:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from fivefold.config.tree import Config
-from fivefold.ledger import flops
+from fivefold.ledger import flops, muon
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import Ledger, RankClass, estimate
 from fivefold.render.units import bytes_text
@@ -110,8 +110,13 @@ def document(ledger: Ledger) -> dict[str, Any]:
             }
             for row in ledger.traffic
         ],
-        "flops": {"model_per_step": flops.model_flops(job), "hardware_per_step": hardware},
-        "flops_convention": "causal attention; model = 3 × forward; hardware adds what is recomputed",
+        "flops": {
+            "model_per_step": flops.model_flops(job),
+            "hardware_per_step": hardware,
+            "optimizer_per_step": muon.flops(job),
+        },
+        "flops_convention": "causal attention; model = 3 × forward; hardware adds what is recomputed; optimizer = the "
+        "products of Muon",
         "bubble_fraction": ledger.timeline.bubble / ledger.timeline.makespan,
         "communication_compute_ratio": communication / max(time.compute, 1e-12),
         "time": {

@@ -5,9 +5,9 @@ does it, on every line of many layouts).
 """
 
 from fivefold.config.errors import BadInput, did_you_mean
-from fivefold.ledger import data, flops, pipeline
+from fivefold.ledger import data, flops, muon, pipeline
 from fivefold.ledger.pipeline import Stage, own_stages
-from fivefold.ledger.total import Ledger, buffers, slowest, update_bytes
+from fivefold.ledger.total import Ledger, buffers, optimizer_seconds, slowest, update_bytes
 from fivefold.planner import explain_traffic
 from fivefold.planner.explain_traffic import plain
 from fivefold.spec.stages import layer_costs
@@ -25,10 +25,11 @@ SOURCES = {
     "time.bubble": "the schedule's dependency graph, simulated: ledger/simulate.py",
     "time.step": "the rank that is through last: ledger/total.py",
     "time.other": "ledger/physics.py: step, fitted to all rows of fivefold validate at once",
-    "time.optimizer": "bytes AdamW moves over the bandwidth streams reach",
+    "time.optimizer": "bytes AdamW moves over the bandwidth streams reach; roofline of Muon's products: ledger/muon.py",
     "time.exposed_communication": "α-β costs of the programs, less what compute hides: ledger/network.py",
     "flops.model": "3 × forward as PaLM (Chowdhery 2022) counts, attention causal",
     "flops.hardware": "model FLOPs and what is computed again",
+    "flops.optimizer": "Jordan et al. 2024 (Muon): five iterations of Newton-Schulz a matrix",
     "rate.tokens_per_second_per_gpu": "ledger/total.py",
     "rate.mfu": "PaLM (Chowdhery 2022), attention counted causally",
     "rate.hfu": "as MFU, of what the devices execute",
@@ -67,20 +68,25 @@ def _states(ledger: Ledger, name: str) -> str:
     job, full = ledger.job, ledger.fullest
     dense, expert = data.shard_degrees(job)
     whole = pipeline.rank_share(job, pipeline.stages(job, pipeline.costs(job)), full.rank)
+    spared = job.stack.spared_moments if name == "optimizer" else 0
     terms = []
-    for padded, real, degree in (
-        (full.share.dense, whole.dense, dense),
-        (full.share.expert, whole.expert, expert),
+    for padded, real, matrices, degree in (
+        (full.share.dense, whole.dense, full.share.matrices, dense),
+        (full.share.expert, whole.expert, full.share.expert_matrices, expert),
     ):
         split, stays = getattr(data.rates(job, degree), name)
         if padded and split:
-            terms.append(f"{split} B · {_share(padded, degree)}")
+            terms.append(f"+ {split} B · {_share(padded, degree)}")
         if padded and stays:
-            terms.append(f"{stays} B · {real if name == 'gradients' else padded:,}")
+            terms.append(f"+ {stays} B · {real if name == 'gradients' else padded:,}")
+        if matrices and spared:
+            terms.append(f"− {spared} B · {_share(matrices, degree if job.zero else 1)}")
     experts = f" (experts {expert})" if full.share.expert else ""
+    less = ", less the moments that Muon spares" if spared else ""
     return (
         f"bytes an element · parameters of the rank, split over dp_shard × cp = {dense}{experts} where "
-        f"zero = {job.zero} says so\n{' + '.join(terms) or '0 B'} → {plain(getattr(full.memory, name))} B"
+        f"zero = {job.zero} says so{less}\n{' '.join(terms).removeprefix('+ ') or '0 B'} → "
+        f"{plain(getattr(full.memory, name))} B"
     )
 
 
@@ -123,9 +129,15 @@ def _saved(stage: Stage, cost: pipeline.Costs) -> str:
 
 
 def _buffers(ledger: Ledger) -> str:
-    parts = buffers(ledger.job)
+    memory, parts = ledger.fullest.memory, buffers(ledger.job)
+    if memory.buffers > sum(parts.values()) * (1 + 1e-12):
+        update = muon.update_bytes(ledger.job, ledger.fullest.share)
+        return (
+            "what Muon's update holds, less activations, which are gone by then\n"
+            f"{plain(update)} − {plain(memory.activations)} → {plain(memory.buffers)} B"
+        )
     numbers = " + ".join(map(plain, parts.values()))
-    return f"{' + '.join(parts)}\n{numbers} → {plain(ledger.fullest.memory.buffers)} B"
+    return f"{' + '.join(parts)}\n{numbers} → {plain(memory.buffers)} B"
 
 
 def _overhead(ledger: Ledger) -> str:
@@ -153,6 +165,12 @@ def _flops(ledger: Ledger, name: str) -> str:
             "· tokens\n"
             f"3 · (2 · {sum(layer_costs(model)):,} + {plain(core)} + 2 · {model.vocab:,} · {model.hidden:,}) · {tokens}"
             f" → {plain(total)}"
+        )
+    if name == "optimizer":
+        return (
+            "5 · (4 · rows² · columns + 2 · rows³) of each matrix of the layers, its shorter side for the rows, on "
+            f"every replica that ZeRO does not split; 0 without Muon; of all ranks\n{plain(muon.flops(job))} → "
+            f"{plain(muon.flops(job))}"
         )
     layers, core, scores = flops.repeated(job)
     return (
@@ -187,8 +205,13 @@ def _time(ledger: Ledger, name: str) -> str:
         ),
         "optimizer": (
             "(bytes of an element's update · elements of the rank + bytes at which streams reach half their rate) / "
-            "(bandwidth · part of it that streams reach)",
-            _update(ledger, rank),
+            "(bandwidth · part of it that streams reach)"
+            + (
+                " + Muon's products on the rank with most, with its passes over bf16"
+                if job.stack.muon
+                else ""
+            ),
+            _update(ledger, rank, ending.update - optimizer_seconds(job, shares[rank])),
         ),
         "exposed_communication": (
             "traffic inside micro-batches that waits + gradient and parameter traffic that nothing hides",
@@ -199,17 +222,28 @@ def _time(ledger: Ledger, name: str) -> str:
     return f"{formula}\n{numbers} → {plain(getattr(time, name))} s"
 
 
-def _update(ledger: Ledger, rank: int) -> str:
+def _update(ledger: Ledger, rank: int, products: float) -> str:
     job, share = ledger.job, ledger.ranks[rank].share
     dense, expert = data.shard_degrees(job) if job.zero else (1, 1)
-    owned = " + ".join(
-        f"{count:,}" + (f" / {degree}" if degree > 1 else "")
-        for count, degree in ((share.dense, dense), (share.expert, expert))
-        if count
-    )
+    each, spared = update_bytes(job), 2 * job.stack.spared_moments
+    terms = []
+    for sign, size, counts in (
+        ("+", each, (share.dense, share.expert)),
+        ("−", spared, (share.matrices, share.expert_matrices)),
+    ):
+        owned = " + ".join(
+            f"{count:,}" + (f" / {degree}" if degree > 1 else "")
+            for count, degree in zip(counts, (dense, expert), strict=True)
+            if count
+        )
+        if size and owned:
+            terms.append(f"{sign} {size} · ({owned})")
     device, physics = job.hardware.device, job.physics
     start = "" if device.is_cpu else f" + {plain(physics.small_read)}"
-    return f"({update_bytes(job)} · ({owned}){start}) / ({plain(device.bandwidth)} · {physics.memory_rate})"
+    passes = (
+        f"({' '.join(terms).removeprefix('+ ')}{start}) / ({plain(device.bandwidth)} · {physics.memory_rate})"
+    )
+    return passes + (f" + {plain(products)}" if job.stack.muon else "")
 
 
 def _rate(ledger: Ledger, name: str) -> str:

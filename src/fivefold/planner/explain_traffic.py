@@ -47,8 +47,15 @@ def text(ledger: Ledger, row: Row) -> str:
         f"{row.link}: {_link(job, row)}\n"
         f"{sizes} → {plain(row.bytes_per_rank)} B; on the wire {row.wire_bytes:,.0f} B; "
         f"{times} → {plain(row.seconds)} s; exposed {plain(row.exposed_seconds)} s\n"
-        f"source: {PAPERS.get(row.axis, 'Rajbhandari 2020 (ZeRO)')}; α-β costs: Thakur 2005, Sanders 2009"
+        f"source: {_source(row)}; α-β costs: Thakur 2005, Sanders 2009"
     )
+
+
+def _source(row: Row) -> str:
+    """Where the volume of a row is derived."""
+    if row.primitive == "all_to_all" and row.phase == "optimizer":
+        return "Jordan et al. 2024 (Muon): whole matrices; ledger/muon.py"
+    return PAPERS.get(row.axis, "Rajbhandari 2020 (ZeRO)")
 
 
 def _each(total: float, piece: Row) -> float:
@@ -79,7 +86,7 @@ def _pieces(ledger: Ledger, row: Row) -> list[Row]:
 def _put_in(job: Job, piece: Row) -> str:
     """The size of one message as a product: tokens · elements of a token · bytes, or elements · bytes."""
     each = _each(piece.bytes_per_rank, piece)
-    if piece.phase in ("gradient", "optimizer"):
+    if piece.phase in ("gradient", "optimizer") and piece.primitive != "all_to_all":
         item = job.stack.reduce if piece.phase == "gradient" else job.stack.gather
         if item and piece.primitive != "send":
             return f" = {plain(each / item)} · {item} B{'' if each % item == 0 else ' on average'}"

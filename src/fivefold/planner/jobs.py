@@ -22,7 +22,6 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     exact = max(4, item)
     corrected = corrected_momentum(config)
     momentum = config.optimizer.momentum and not corrected
-    # Muon keeps one for matrices and two for the rest; counted as two for all, which is a little too much.
     moments = {"adamw": 2, "muon": 2, "sgd": 1 if momentum else 0}[config.optimizer.name]
     by_hand = on.device.is_cpu and item >= 4  # as nn/by_hand.py has it
     length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
@@ -39,6 +38,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         gradient=exact,
         reduce=exact,
         moments=moments * exact,
+        muon=config.optimizer.name == "muon",
         chunked_loss=True,
         fused_loss=True,
         early_stop=True,

@@ -53,11 +53,21 @@ class Comparison:
 
 
 def compare(
-    found: Sequence[Measured], expected: Reference, bound: float, updated: float | None = None
+    found: Sequence[Measured],
+    expected: Reference,
+    bound: float,
+    updated: float | None = None,
+    later: float | None = None,
 ) -> Comparison:
-    """Every rank's account against the reference: `bound` is that of everything, or, if `updated` is given, of all but
-    what updates have changed."""
+    """Every rank's account against the reference.
+
+    Args:
+        bound: of everything, but for what is said otherwise.
+        updated: of what updates have changed: parameters and moments.
+        later: of loss and gradient norm in the steps after the first update.
+    """
     updated = bound if updated is None else updated
+    later = bound if later is None else later
     gradients, state = (
         assemble(of_rank.gradients for of_rank in found),
         assemble(of_rank.state for of_rank in found),
@@ -85,7 +95,14 @@ def compare(
         max(of_parameters.values()),
         max(of_moments.values(), default=0.0),
     )
-    wrong += [f"{what}: error {error:.1e}" for what, error in _named(measured) if not error <= bound]
+    started = expected.skipped.index(False) + 1 if False in expected.skipped else len(expected.skipped)
+    for what, of_found, of_expected in (
+        ("loss", found[0].loss, expected.loss),
+        ("gradient norm", found[0].grad_norm, expected.grad_norm),
+    ):
+        for steps, limit in ((slice(started), bound), (slice(started, None), later)):
+            error = _relative(of_found[steps], of_expected[steps], expected.skipped[steps])
+            wrong += [f"{what}: error {error:.1e}"] if not error <= limit else []
     after = of_parameters | of_moments
     wrong += [f"{name}: error {error:.1e}" for name, error in of_gradients.items() if not error <= bound]
     wrong += [f"{name}: error {error:.1e}" for name, error in after.items() if not error <= updated]
@@ -104,8 +121,9 @@ def compare(
     return Comparison(measured, tuple(wrong), first, kind, is_inexact)
 
 
-def _named(found: Errors) -> list[tuple[str, float]]:
-    return [("loss", found.loss), ("gradient norm", found.grad_norm)]
+def updates_apart(found: Reference, expected: Reference) -> float:
+    """How far one process's parameters are from another's."""
+    return max(_parameter_errors(_family(found.state, "model."), expected).values())
 
 
 def _errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
@@ -120,7 +138,7 @@ def _parameter_errors(found: Mapping[str, Tensor], expected: Reference) -> dict[
     ours = {name.removeprefix("model."): tensor for name, tensor in found.items()}
     theirs = {n.removeprefix("model."): t for n, t in _family(expected.state, "model.").items()}
     missing = dict.fromkeys(ours.keys() ^ theirs.keys(), float("inf"))
-    common = ours.keys() & theirs.keys()
+    common = [name for name in theirs if name in ours]
     known = parameter_errors(
         {n: ours[n] for n in common},
         {n: theirs[n] for n in common},

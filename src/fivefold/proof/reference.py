@@ -1,10 +1,10 @@
 """The training of one process that layouts are held against.
 
 It shares the decoder's forward and the initial values with what is tested, and nothing else: the whole batch at once,
-one backward, no process group, torch's unfused optimizer, torch's own clipping.
+one backward, no process group, torch's unfused optimizers on whole parameters, torch's own clipping.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -20,6 +20,7 @@ from fivefold.parallel.mesh import Groups
 from fivefold.proof.batch import uneven_batch
 from fivefold.proof.routing import Choices, Routings
 from fivefold.spec.legal import resolve_config
+from fivefold.spec.matrices import is_matrix
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import MicroBatch
 
@@ -50,11 +51,15 @@ class Reference:
     skipped: tuple[bool, ...] = ()
 
 
-def reference(config: Config, skipped: tuple[bool, ...] = ()) -> Reference:
+def reference(
+    config: Config, skipped: tuple[bool, ...] = (), *, noise: float = 0.0, replayed: Choices | None = None
+) -> Reference:
     """Trains the twin `config` in this process, whatever its layout; below float32, in float32.
 
     Args:
         skipped: the steps that one process in the twin's own precision skips.
+        noise: by what part every element of a gradient is made larger or smaller before it is used.
+        replayed: the routing to make instead of its own.
     """
     is_double = config.precision.dtype == "float64"
     alone = replace(
@@ -67,7 +72,7 @@ def reference(config: Config, skipped: tuple[bool, ...] = ()) -> Reference:
     resolved = resolve_config(replace(alone, batch=micro))
     module = parallelize(resolved, Groups(), 0, CPU).module
     named = dict(module.named_parameters())
-    optimizer = _optimizer(config, named)
+    optimizer = _Optimizer(config, named)
     found = Reference(
         resolved.learning_rate.peak,
         inf if config.optimizer.name == "sgd" else config.optimizer.eps,
@@ -78,7 +83,7 @@ def reference(config: Config, skipped: tuple[bool, ...] = ()) -> Reference:
         layer.register_forward_hook(_keeping(found.streams, f"layers.{index}"))
         for index, layer in module.layers.items()
     ]
-    routings = Routings(module, config.batch.global_batch, config.batch.sequence_length)
+    routings = Routings(module, config.batch.global_batch, config.batch.sequence_length, replayed)
     for step in range(config.run.steps):
         key, rows = step_key(config.run.seed, step), config.batch.global_batch
         batch = MicroBatch.of(uneven_batch(config, step), CPU, sequences=rows, dropout_key=key)
@@ -90,13 +95,13 @@ def reference(config: Config, skipped: tuple[bool, ...] = ()) -> Reference:
             found.gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
         limit = config.optimizer.clip or float("inf")
         norm = nn.utils.clip_grad_norm_(named.values(), limit)
-        for group in optimizer.param_groups:
-            group["lr"] = resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens)
+        if noise:
+            _disturb(named, noise, step)
         counts = module.take_counts()
         if not is_skipped:
-            optimizer.step()
+            optimizer.step(resolved.learning_rate.at((step + 1) * resolved.batch.global_batch_tokens))
             module.balance(counts)
-        optimizer.zero_grad()
+        module.zero_grad()
         found.loss.append(loss.item())
         found.grad_norm.append(norm.item())
         routings.next_step()
@@ -105,10 +110,7 @@ def reference(config: Config, skipped: tuple[bool, ...] = ()) -> Reference:
     found.routing = routings.kept
     found.state = {f"model.{name}": value.detach() for name, value in named.items()}
     found.state |= {f"model.{name}": value for name, value in module.named_buffers()}
-    for name, value in named.items():
-        for moment, kept in optimizer.state[value].items():
-            if isinstance(kept, Tensor) and kept.shape == value.shape:
-                found.state[f"optimizer.{name}.{moment}"] = kept
+    found.state |= {f"optimizer.{name}": moment for name, moment in optimizer.moments().items()}
     return found
 
 
@@ -121,16 +123,78 @@ def _keeping(streams: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any,
     return hook
 
 
-def _optimizer(config: Config, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    options = config.optimizer
-    roles = {spec.name: spec.role for spec in parameters(config.model)}
-    groups = [
-        {
-            "params": [value for name, value in named.items() if (roles[name] in options.no_decay) is kept],
-            "weight_decay": decay,
+def _disturb(named: Mapping[str, nn.Parameter], noise: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for value in named.values():
+        if value.grad is not None:
+            signs = torch.randint(2, value.shape, generator=generator).to(value.dtype) * 2 - 1
+            value.grad.mul_(1 + noise * signs)
+
+
+class _Optimizer:
+    """torch's: one for all parameters, or Muon for the layers' matrices and AdamW for the rest."""
+
+    def __init__(self, config: Config, named: dict[str, nn.Parameter]) -> None:
+        options = config.optimizer
+        specs = {spec.name: spec for spec in parameters(config.model)}
+        self._named = named
+        # Muon takes matrices only: of experts each by itself, sharing memory with the parameter that has them all.
+        self._matrices = {
+            name: [
+                nn.Parameter(matrix)
+                for matrix in (value.detach() if value.dim() == 3 else value.detach()[None])
+            ]
+            for name, value in named.items()
+            if options.name == "muon" and is_matrix(specs[name])
         }
-        for kept, decay in ((False, options.weight_decay), (True, 0.0))
-    ]
-    if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, foreach=False)
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False)
+        self._rest = {name: value for name, value in named.items() if name not in self._matrices}
+
+        def groups(found: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+            pairs = list(found)
+            both = (
+                ([value for name, value in pairs if (specs[name].role in options.no_decay) is kept], decay)
+                for kept, decay in ((False, options.weight_decay), (True, 0.0))
+            )
+            return [{"params": values, "weight_decay": decay} for values, decay in both if values]
+
+        rest = groups(self._rest.items())
+        if options.name == "sgd":
+            one: Any = torch.optim.SGD(rest, lr=options.lr, momentum=options.momentum, foreach=False)
+        else:
+            one = torch.optim.AdamW(rest, lr=options.lr, betas=options.betas, eps=options.eps, foreach=False)
+        self._all: list[torch.optim.Optimizer] = [one]
+        if self._matrices:
+            matrices = groups((name, one) for name, found in self._matrices.items() for one in found)
+            self._all.append(
+                torch.optim.Muon(
+                    matrices,
+                    lr=options.lr,
+                    momentum=options.momentum,
+                    nesterov=True,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+
+    def step(self, learning_rate: float) -> None:
+        """One update with the gradients of the parameters."""
+        for name, found in self._matrices.items():
+            gradient = self._named[name].grad
+            assert gradient is not None
+            for matrix, of_it in zip(found, gradient if gradient.dim() == 3 else gradient[None], strict=True):
+                matrix.grad = of_it
+        for optimizer in self._all:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+
+    def moments(self) -> dict[str, Tensor]:
+        """By the parameter's name and the moment's, whole."""
+        found: dict[str, Tensor] = {}
+        for name, value in self._rest.items():
+            for moment, kept in self._all[0].state[value].items():
+                if isinstance(kept, Tensor) and kept.shape == value.shape:
+                    found[f"{name}.{moment}"] = kept
+        for name, matrices in self._matrices.items():
+            kept = torch.stack([self._all[1].state[matrix]["momentum_buffer"] for matrix in matrices])
+            found[f"{name}.momentum_buffer"] = kept.view_as(self._named[name])
+        return found

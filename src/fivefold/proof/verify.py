@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 from fivefold.config.tree import Config, Parallel, Precision
 from fivefold.planner.jobs import job_of
 from fivefold.proof.account import MemoryLine, memory_lines, traffic_lines
-from fivefold.proof.compare import BOUNDS, Comparison, compare
+from fivefold.proof.compare import BOUNDS, Comparison, compare, updates_apart
 from fivefold.proof.measure import Measured, Sabotage, measure
 from fivefold.proof.ranks import RankError, Ranks
 from fivefold.proof.reference import Reference, reference
@@ -26,6 +26,8 @@ ROUNDING_FACTOR = 3.0
 """bf16 and fp16 may be this much further off than what one process shows when its rows change places."""
 MOST_ROUNDING = 1e-4
 """Of updates in float32."""
+BF16_STEP = 2.0**-8
+"""Between neighbouring numbers, as a part of them."""
 CASE_SECONDS = 180.0
 
 
@@ -185,23 +187,32 @@ class Verifier:
             return None
         return self._reference(config).routing
 
-    def _bounds(self, config: Config) -> tuple[float, float]:
-        """Of gradients, and of what updates have changed.
+    def _bounds(self, config: Config) -> tuple[float, float, float]:
+        """Of gradients, of what updates have changed, and of the losses after them.
 
         AdamW divides each element by its own size, so those that are all rounding move by as much as any; in a small
         twin in float32 that shows. There an update may be three times as far off as that of one process is from
         float64's.
+
+        Muon rounds what it orthogonalises to bf16, whatever the run computes in. Gradients that are 1e-15 apart all
+        but never come to lie on two sides of such a rounding (of 1e4 elements one in 1e8 times), and what is the same
+        in bf16 is orthogonalised by the same products: in float64 the bound is that of everything else. In float32
+        some elements do; each is then off by one bf16 step. There an update may be as far off as with all of them so.
         """
         dtype = config.precision.dtype
         if dtype == "float64":
-            return BOUNDS[dtype], BOUNDS[dtype]
+            return BOUNDS[dtype], BOUNDS[dtype], BOUNDS[dtype]
         key = _reference_key(config)
+        is_muon = config.optimizer.name == "muon" and dtype == "float32"
         if key not in self._rounding:
             measure_it = self._update_rounding if dtype == "float32" else self._shuffled
-            self._rounding[key] = ROUNDING_FACTOR * measure_it(config)
+            self._rounding[key] = self._tipped(config) if is_muon else ROUNDING_FACTOR * measure_it(config)
+        if is_muon:
+            updated = max(BOUNDS[dtype], self._rounding[key])
+            return BOUNDS[dtype], updated, updated
         if dtype == "float32":
-            return BOUNDS[dtype], min(max(BOUNDS[dtype], self._rounding[key]), MOST_ROUNDING)
-        return self._rounding[key], self._rounding[key]
+            return BOUNDS[dtype], min(max(BOUNDS[dtype], self._rounding[key]), MOST_ROUNDING), BOUNDS[dtype]
+        return self._rounding[key], self._rounding[key], self._rounding[key]
 
     def _shuffled(self, config: Config) -> float:
         """The worst error that one process shows when its rows change places."""
@@ -214,6 +225,12 @@ class Verifier:
         exact = self._reference(replace(config, precision=Precision(dtype="float64")))
         found = compare([self._alone(config, 0)], exact, 0.0).errors
         return max(found.parameter, found.moment)
+
+    def _tipped(self, config: Config) -> float:
+        """How far one process's parameters move when every element of its gradients does by a bf16 step."""
+        expected = self._reference(config)
+        tipped = reference(config, expected.skipped, noise=BF16_STEP, replayed=self._routing(config))
+        return updates_apart(tipped, expected)
 
     def _alone(self, config: Config, permutation: int) -> Measured:
         """The twin on one rank."""

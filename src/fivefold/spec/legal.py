@@ -310,7 +310,6 @@ def check_trainable(resolved: Resolved) -> None:
     lacking = {
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
-        "optimizer.name = muon with tensor parallel": config.optimizer.name == "muon" and mesh.tp > 1,
         "machine.compile with context parallel": config.machine.compile and mesh.cp > 1,
         "machine.compile with experts": config.machine.compile and model.experts.count > 0,
         "machine.compile with pipeline parallel": config.machine.compile and mesh.pp > 1,

@@ -1,12 +1,15 @@
 """Muon (Jordan et al. 2024) on divided matrices: each is orthogonalised whole, on one rank of those that hold it.
 
 The step of a matrix is its momentum, orthogonalised by torch.optim.Muon and scaled to the size AdamW's steps have
-(Liu et al. 2025), so that one learning rate serves both. Momentum stays where the parameter is; its matrices go to
-their owners in one all-to-all, the steps come back in another. torch orthogonalises in bf16.
+(Liu et al. 2025), so that one learning rate serves both. Momentum stays where the parameter is. What is to be
+orthogonalised goes to its owners in two all-to-alls: the shards of ZeRO together to one of their ranks, then what
+tensor parallel has divided to one of its; the steps come back in two others. On the way it is bf16, to which torch
+rounds it first. Twin: ledger/muon.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from math import sqrt
 
 import torch
 import torch.distributed as dist
@@ -15,66 +18,73 @@ from torch.distributed import ProcessGroup
 
 from fivefold.config.tree import Optimizer
 from fivefold.parallel.local import LocalParameter, Piece
-from fivefold.spec.parameters import Parameter
+from fivefold.spec.matrices import is_matrix, owners, work
 from fivefold.spec.parts import Part
-
-ROLES = ("attention", "ffn", "expert")
-"""Of the matrices that Muon updates; embedding, head, router and everything that is no matrix go to AdamW."""
-
-
-def is_matrix(parameter: Parameter) -> bool:
-    """Whether Muon updates it: `[rows, columns]`, or `[experts, rows, columns]`."""
-    return parameter.role in ROLES and len(parameter.shape) >= 2 and min(parameter.shape) > 1
 
 
 class Muon:
     """Momentum and steps of the matrices among a rank's parameters."""
 
     def __init__(self, options: Optimizer, parameters: Sequence[LocalParameter]) -> None:
+        """Collective where matrices are divided."""
         self.options = options
         self.parameters = [parameter for parameter in parameters if is_matrix(parameter.spec)]
         self.momenta = [torch.zeros_like(parameter.value) for parameter in self.parameters]
-        groups = dict.fromkeys(parameter.shards for parameter in self.parameters)
-        self._exchanges = [
-            Exchange(group, [(index, p) for index, p in enumerate(self.parameters) if p.shards is group])
-            for group in groups
-        ]
+        shapes = {index: parameter.spec.shape for index, parameter in enumerate(self.parameters)}
+        device = parameters[0].value.device
+
+        def over(group: ProcessGroup | None) -> Exchange:
+            parts = {index: p.part for index, p in enumerate(self.parameters) if p.shards is group}
+            return Exchange(group, parts, shapes, device)
+
+        self._over_shards = [over(group) for group in dict.fromkeys(p.shards for p in self.parameters)]
+        owned = {index: part for exchange in self._over_shards for index, part in exchange.owned.items()}
+        tensor = self.parameters[0].tensor if self.parameters else None
+        self._over_tensor = Exchange(tensor, dict(sorted(owned.items())), shapes, device)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """One update with the gradients in the values' `grad`. Collective."""
-        wanted = [self._momentum(*pair) for pair in zip(self.parameters, self.momenta, strict=True)]
-        for exchange in self._exchanges:
-            wholes = exchange.gather(wanted)
-            steps = {index: _step(whole, learning_rate) for index, whole in wholes.items()}
-            for index, step in exchange.scatter(steps, wanted).items():
+        pairs = zip(self.parameters, self.momenta, strict=True)
+        ahead = {index: self._look_ahead(*pair) for index, pair in enumerate(pairs)}
+        parts = {i: part for exchange in self._over_shards for i, part in exchange.gather(ahead).items()}
+        wholes = self._over_tensor.gather(parts)
+        steps = self._over_tensor.scatter({index: direction(whole) for index, whole in wholes.items()})
+        for exchange in self._over_shards:
+            for index, step in exchange.scatter(steps).items():
                 value, spec = self.parameters[index].value, self.parameters[index].spec
                 decay = 0.0 if spec.role in self.options.no_decay else self.options.weight_decay
-                value.mul_(1 - learning_rate * decay).add_(step)
+                value.mul_(1 - learning_rate * decay).add_(step, alpha=learning_rate * scale(spec.shape))
 
     def state(self) -> dict[str, Piece]:
         """Momentum by global name, laid out like the parameters."""
         pairs = zip(self.parameters, self.momenta, strict=True)
         return {f"{p.spec.name}.momentum_buffer": p.piece(momentum) for p, momentum in pairs}
 
-    def _momentum(self, parameter: LocalParameter, momentum: Tensor) -> Tensor:
-        """Follows the gradient; returns what is to be orthogonalised (Nesterov's look ahead)."""
+    def _look_ahead(self, parameter: LocalParameter, momentum: Tensor) -> Tensor:
+        """Lets momentum follow the gradient; what is to be orthogonalised (Nesterov's look ahead), in bf16."""
         gradient = parameter.value.grad
         if gradient is None:  # no token came by
             gradient = torch.zeros_like(momentum)
         momentum.lerp_(gradient, 1 - self.options.momentum)
-        return gradient.lerp(momentum, self.options.momentum)
+        return gradient.lerp(momentum, self.options.momentum).bfloat16()
 
 
-def _step(whole: Tensor, learning_rate: float) -> Tensor:
-    """The step of a matrix, or of each of `[experts, rows, columns]`."""
+def scale(shape: Sequence[int]) -> float:
+    """What makes an orthogonal matrix as large as a step of AdamW (Liu et al. 2025, eq. 4)."""
+    return 0.2 * sqrt(max(shape[-2:]))
+
+
+def direction(whole: Tensor) -> Tensor:
+    """About −U·Vᵀ of a bf16 matrix U·S·Vᵀ, or of each of `[experts, rows, columns]`: where torch.optim.Muon moves a
+    zero at the learning rate that undoes its scale."""
     if whole.dim() == 3:
-        return torch.stack([_step(matrix, learning_rate) for matrix in whole])
+        return torch.stack([direction(matrix) for matrix in whole])
     moved = nn.Parameter(torch.zeros_like(whole))
     moved.grad = whole
     torch.optim.Muon(
         [moved],
-        lr=learning_rate,
+        lr=1 / scale(whole.shape),
         weight_decay=0.0,
         momentum=0.0,
         nesterov=False,
@@ -83,79 +93,81 @@ def _step(whole: Tensor, learning_rate: float) -> Tensor:
     return moved.detach()
 
 
-def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Which of `ranks` has each of some matrices whole: the largest first, each to the rank that has least."""
-    loads, found = [0] * ranks, [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        found[index] = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        loads[found[index]] += sizes[index]
-    return found
-
-
 class Exchange:
-    """Brings parts that the ranks of a group hold to the owners of the wholes, and back."""
+    """Brings parts that the ranks of a group hold to the owners of the wholes, and back.
 
-    def __init__(self, group: ProcessGroup | None, numbered: Sequence[tuple[int, LocalParameter]]) -> None:
+    Attributes:
+        owned: what this rank has after `gather`, by number: the box around all ranks' parts.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        parts: Mapping[int, Part],
+        shapes: Mapping[int, Sequence[int]],
+        device: torch.device,
+    ) -> None:
         """Collective.
 
         Args:
-            group: ranks among which the parameters are divided; None = each has them whole.
-            numbered: the parameters, each with its number in the lists handed to `gather` and `scatter`.
+            group: ranks among which matrices are divided; None = each has them whole.
+            parts: what this rank holds, by numbers that are the same on every rank of the group.
+            shapes: of the whole parameters.
         """
-        self._group = group
-        self._shapes = {index: parameter.part.shape for index, parameter in numbered}
-        self._indices = list(self._shapes)
-        if group is None:
-            return
-        mine = [parameter.part for _, parameter in numbered]
-        everyone: list[list[Part]] = [[]] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
-        self._parts = [dict(zip(self._indices, map(Part._make, parts), strict=True)) for parts in everyone]
-        self._bounds = {index: _bounds([parts[index] for parts in self._parts]) for index in self._indices}
-        sizes = [parameter.spec.numel for _, parameter in numbered]
-        owner = dict(zip(self._indices, owners(sizes, group.size()), strict=True))
-        self._owned = [[i for i in self._indices if owner[i] == rank] for rank in range(group.size())]
-
-    def gather(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The wholes this rank owns, by number, of parts by number."""
+        self._group = group if parts else None
+        self._device = device
+        self.owned = dict(parts)
         if self._group is None:
-            return {index: tensors[index] for index in self._indices}
-        sent = [[tensors[index].flatten() for index in of_rank] for of_rank in self._owned]
-        own = self._owned[self._group.rank()]
+            return
+        ranks = self._group.size()
+        everyone: list[dict[int, Part]] = [{}] * ranks
+        dist.all_gather_object(everyone, dict(parts), group=self._group)
+        self._parts = everyone
+        self._given = _given(everyone)
+        boxes = {index: _box_around([of_rank[index] for of_rank in everyone]) for index in parts}
+        whole = [(*box.shape[:-2], *shapes[index][-2:]) for index, box in boxes.items()]
+        owner = dict(zip(boxes, owners([work(shape) for shape in whole], ranks), strict=True))
+        self._owned = [{i: box for i, box in boxes.items() if owner[i] == rank} for rank in range(ranks)]
+        self.owned = self._owned[self._group.rank()]
+
+    def gather(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """What this rank owns, of the parts in `tensors` (which may hold others). Of equal parts only the first rank's
+        is sent."""
+        if self._group is None:
+            return {index: tensors[index] for index in self.owned}
+        given = self._given[self._group.rank()]
         received = self._exchange(
-            sent, [[parts[index].numel for index in own] for parts in self._parts], tensors
+            [[tensors[i].flatten()[: given[i].numel] for i in of_rank] for of_rank in self._owned],
+            [[of_rank[i].numel for i in self.owned] for of_rank in self._given],
         )
         wholes = {}
-        for place, index in enumerate(own):
-            low, high = self._bounds[index]
-            whole = tensors[index].new_empty([b - a for a, b in zip(low, high, strict=True)])
-            for parts, pieces in zip(self._parts, received, strict=True):
-                _box(whole, parts[index], low).copy_(pieces[place].view(parts[index].shape))
-            wholes[index] = whole
+        for place, (index, box) in enumerate(self.owned.items()):
+            wholes[index] = tensors[index].new_empty(box.shape)
+            for of_rank, pieces in zip(self._given, received, strict=True):
+                _view(wholes[index], of_rank[index], box).copy_(pieces[place].view(of_rank[index].shape))
         return wholes
 
-    def scatter(self, wholes: dict[int, Tensor], like: Sequence[Tensor]) -> dict[int, Tensor]:
-        """This rank's parts, by number, of the wholes that the owners have."""
+    def scatter(self, wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """This rank's parts, of what the owners have in `wholes`."""
         if self._group is None:
-            return wholes
-        own = self._owned[self._group.rank()]
-        sent = [
-            [_box(wholes[index], parts[index], self._bounds[index][0]).flatten() for index in own]
-            for parts in self._parts
-        ]
-        sizes = [[like[index].numel() for index in of_rank] for of_rank in self._owned]
-        received = self._exchange(sent, sizes, like)
+            return {index: wholes[index] for index in self.owned}
+        mine = self._parts[self._group.rank()]
+        received = self._exchange(
+            [
+                [_view(wholes[i], of_rank[i], box).flatten() for i, box in self.owned.items()]
+                for of_rank in self._parts
+            ],
+            [[mine[index].numel for index in of_rank] for of_rank in self._owned],
+        )
         return {
-            index: piece.view(self._shapes[index])
+            index: piece.view(mine[index].shape)
             for of_rank, pieces in zip(self._owned, received, strict=True)
             for index, piece in zip(of_rank, pieces, strict=True)
         }
 
-    def _exchange(
-        self, sent: list[list[Tensor]], sizes: list[list[int]], like: Sequence[Tensor]
-    ) -> list[list[Tensor]]:
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[list[Tensor]]:
         """What each rank sent here, piece by piece, of `sizes`."""
-        empty = like[self._indices[0]].new_empty(0)
+        empty = torch.empty(0, dtype=torch.bfloat16, device=self._device)
         outgoing = torch.cat([empty, *(piece for pieces in sent for piece in pieces)])
         incoming = empty.new_empty(sum(map(sum, sizes)))
         dist.all_to_all_single(
@@ -172,18 +184,28 @@ class Exchange:
         ]
 
 
-def _bounds(parts: Sequence[Part]) -> tuple[list[int], list[int]]:
-    """The smallest box around all parts that hold something: first and one past the last along each dim."""
+def _given(parts: Sequence[Mapping[int, Part]]) -> list[dict[int, Part]]:
+    """What each rank sends of its parts: nothing of one that a rank before it holds, too."""
+    found: list[dict[int, Part]] = []
+    seen: set[tuple[int, Part]] = set()
+    for of_rank in parts:
+        found.append({i: part.narrow(0, 0, 0) if (i, part) in seen else part for i, part in of_rank.items()})
+        seen.update(of_rank.items())
+    return found
+
+
+def _box_around(parts: Sequence[Part]) -> Part:
+    """The smallest box around all parts that hold something."""
     held = [part for part in parts if part.numel]
-    low = [min(starts) for starts in zip(*(part.starts for part in held), strict=True)]
+    low = tuple(min(starts) for starts in zip(*(part.starts for part in held), strict=True))
     ends = ([s + n for s, n in zip(part.starts, part.shape, strict=True)] for part in held)
-    return low, [max(end) for end in zip(*ends, strict=True)]
+    return Part(low, tuple(max(end) - start for start, *end in zip(low, *ends, strict=True)))
 
 
-def _box(whole: Tensor, part: Part, low: Sequence[int]) -> Tensor:
-    """A part's place in a whole that begins at `low`."""
+def _view(whole: Tensor, part: Part, box: Part) -> Tensor:
+    """A part's place in `whole`, which is what `box` is of the parameter."""
     if not part.numel:
         return whole.new_empty(part.shape)
     for dim, (start, size) in enumerate(zip(part.starts, part.shape, strict=True)):
-        whole = whole.narrow(dim, start - low[dim], size)
+        whole = whole.narrow(dim, start - box.starts[dim], size)
     return whole

@@ -7,7 +7,8 @@ from torch import Tensor
 from fivefold.config.tree import Config, Optimizer
 from fivefold.ledger.compression import corrected_momentum
 from fivefold.parallel.local import LocalParameter, Piece
-from fivefold.trainer.muon import Muon, is_matrix
+from fivefold.spec.matrices import is_matrix
+from fivefold.trainer.muon import Muon
 
 
 def behind(config: Config) -> Optimizer:

@@ -93,10 +93,12 @@ class Stepper:
             inspect(self.model)
         skipped = None
         if isfinite(loss_sum) and isfinite(grad_norm):
+            exposed = self.recorder.exposed_seconds
             with self.recorder.phase("optimizer"), self.clock.measure("compute"):
                 scale = clip_coefficient(grad_norm, self.clip) / self.loss_scale.value
                 self.optimizer.step(learning_rate, scale)
                 self.model.module.balance(counts)
+            self.clock.move(self.recorder.exposed_seconds - exposed, "compute", "communication")
             with self.recorder.phase("optimizer"), self.clock.measure("communication"):
                 self.model.data.updated()
         else:
