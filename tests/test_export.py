@@ -1,6 +1,7 @@
 """Layouts in the words of peers, and back; checked by the peers' own parsers where those are installed."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from fivefold.cli.main import main
 from fivefold.config.huggingface import read_model
 from fivefold.config.load import load, preset_names
+from fivefold.planner import importing
 from fivefold.spec.parameters import total
 
 CONFIG = """
@@ -83,6 +85,18 @@ def test_accelerate(capsys: Any, config: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(out)
     main(["estimate", config, "--from-accelerate", str(tmp_path / "a.yaml"), "--json"])
     assert any(row["axis"] == "tp" for row in json.loads(capsys.readouterr().out)["traffic"])
+    plain = tmp_path / "plain.yaml"
+    sizes = "  parallelism_config_dp_replicate_size: 4\n  parallelism_config_tp_size: 4\n"
+    plain.write_text(f"distributed_type: MULTI_GPU\nparallelism_config:\n{sizes}")
+    assert importing.accelerate(plain) == [
+        "parallel.zero=0",
+        "parallel.dp_replicate=4",
+        "parallel.dp_shard=1",
+        "parallel.tp=4",
+    ]
+    shards = re.search(r"dp_shard_size: (\d+)", out)
+    assert shards
+    assert f"parallel.dp_shard={shards[1]}" in importing.accelerate(tmp_path / "a.yaml")  # on any cluster
     accelerate = pytest.importorskip("accelerate.commands.config.config_args")
     loaded = accelerate.ClusterConfig.from_yaml_file(str(tmp_path / "a.yaml"))
     assert loaded.num_processes == 16

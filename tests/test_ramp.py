@@ -93,8 +93,14 @@ def test_learning_rate_stays_in_tokens() -> None:
             {"start": 8, "increment": 2, "tokens": 9},
             "start = 8: expected less than the global batch 8 it grows to",
         ),
-        ({"start": 2, "increment": 2}, "tokens = 0: a ramp needs start, increment and tokens"),
-        ({"tokens": 9}, "start = 0: a ramp needs start, increment and tokens"),
+        (
+            {"start": 2, "increment": 2},
+            "tokens = 0: a ramp needs start, increment and tokens; set tokens ≥ 1, or all of them 0",
+        ),
+        (
+            {"tokens": 9},
+            "start = 0: a ramp needs start, increment and tokens; set start ≥ 1, or all of them 0",
+        ),
     ],
 )
 def test_what_cannot_be_carried_is_refused(ramp: dict[str, Any], said: str) -> None:

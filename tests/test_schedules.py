@@ -118,6 +118,36 @@ def test_zero_bubble_equals_its_formula(p: int, rounds: int, v: int, time: float
     assert max(line.peak_in_flight) == pytest.approx(p)
 
 
+@given(
+    p=st.integers(2, 8),
+    rounds=st.integers(2, 4),
+    w=seconds,
+    more=st.floats(0.0, 0.5),
+    yet=st.floats(0.0, 0.5),
+)
+def test_zb_h1_equals_its_formula_where_it_holds(
+    p: int, rounds: int, w: float, more: float, yet: float
+) -> None:
+    """Bubble (p−1)(F+B−W) for B ≥ F ≥ W, at most half more each; beyond it is simulated."""
+    f = w * (1 + more)
+    b = f * (1 + yet)
+    line = simulate("zb_h1", p, p * rounds, even(p, 1, f, b, w))
+    assert line.makespan - p * rounds * (f + b + w) == pytest.approx((p - 1) * (f + b - w))
+    assert list(line.peak_in_flight) == pytest.approx([p] * p)
+
+
+@given(p=st.integers(2, 8), rounds=st.integers(2, 4), time=seconds)
+def test_v_shaped_schedules_equal_their_formulas(p: int, rounds: int, time: float) -> None:
+    """F = B = W: ZB-V starts (p−1)F/2 late and holds p everywhere; DualPipeV idles (p−1)F and holds p + ½."""
+    work = p * rounds * 3 * time
+    zbv = simulate("zbv", p, p * rounds, even(p, 2, time, time, time))
+    assert zbv.makespan - work == pytest.approx((p - 1) * time / 2)
+    assert list(zbv.peak_in_flight) == pytest.approx([p] * p)
+    dual = simulate("dualpipev", p, p * rounds, even(p, 2, time, time, time))
+    assert dual.makespan - work == pytest.approx((p - 1) * time)
+    assert max(dual.peak_in_flight) == pytest.approx(p + 0.5)
+
+
 def test_the_worked_example() -> None:
     """formulas.md §7: bubble fractions at p=8, m=32, F=B=W."""
     expected = {

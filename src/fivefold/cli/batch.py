@@ -2,13 +2,13 @@
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fivefold.cli.arguments import add_config_arguments, add_json_argument, whole_number
 from fivefold.config.errors import BadInput
 from fivefold.config.load import load, written_keys
-from fivefold.planner.batches import degrees, rates, sequences, splits, step_seconds, warnings
+from fivefold.planner.batches import degrees, on_devices, rates, sequences, splits, step_seconds, warnings
 from fivefold.planner.wishes import wish_of
 from fivefold.render.tables import table
 from fivefold.render.units import count_text, duration_text, lr_text, seconds_text
@@ -37,11 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     written = written_keys(arguments.config, arguments.overrides)
     wish = wish_of(config, written)
+    if arguments.devices:
+        wish = replace(wish, hardware=on_devices(wish.hardware, arguments.devices))
     length = config.batch.sequence_length
     target = sequences(_count(arguments.tokens), length) if arguments.tokens else wish.global_batch
     reference = config.optimizer.lr_reference_batch or wish.global_batch
     course = plan_course(config.batch.ramp, BatchPlan(target, 1, target, 1, length))
-    found_degrees = degrees(config, written, arguments.devices or wish.hardware.devices)
+    found_degrees = degrees(config, written, wish.hardware.devices)
     ways = [w for w in splits(target, found_degrees) if course.carries(w.data_parallel * w.micro_batch)]
     budget = _count(arguments.budget)
     found: dict[str, Any] = {
@@ -55,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if config.cluster.preset or config.cluster.path:
         found["time"] = [
-            _time(step_seconds(wish, size), size, length, budget) for size in (reference, target)
+            _time(step_seconds(wish, size), size, length, budget)
+            for size in dict.fromkeys((reference, target))
         ]
     print(json.dumps(found, indent=1) if arguments.json else _text(found, length, course.summary))
     return int(not ways)

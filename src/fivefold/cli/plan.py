@@ -159,7 +159,7 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
             "accumulation": best.job.microbatches,
         },
         "ranking": ranking,
-        "neighbours": neighbours(best.job, best.time.step, wish.smaller),
+        "neighbours": neighbours(best.job, best.time.step, wish.smaller, wish.fixed),
     }
 
 

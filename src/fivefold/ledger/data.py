@@ -51,12 +51,19 @@ def states(job: Job, share: Share, whole: Share) -> States:
     return States(*(sum(kinds) for kinds in zip(*parts, strict=True)))
 
 
-def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int) -> States:
-    """States of so many elements over `degree` ranks, of which `matrices` are Muon's where it runs. Experts may be
-    dealt over all of them: then `degree` is 1, and our trainer keeps no shard apart from what is read."""
+class Rates(NamedTuple):
+    """Bytes an element of each state: of those that a rank owns after the split, and of those that stay whole."""
+
+    parameters: tuple[int, int]
+    gradients: tuple[int, int]
+    optimizer: tuple[int, int]
+
+
+def rates(job: Job, degree: int) -> Rates:
+    """Of elements split over `degree` ranks. Experts may be dealt over all of them: then `degree` is 1, and our trainer
+    keeps no shard apart from what is read."""
     stack = job.stack
     is_split = degree > 1 or not stack.shard_apart
-    kept = kept_bytes(stack.compression, stack.reduce, stack.corrects_momentum)
     compute_copy = stack.compute_copy
     if stack.shard_apart and job.zero in (1, 2) and is_split:
         compute_copy = stack.gather
@@ -64,19 +71,30 @@ def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int) 
     copy = compute_copy or stack.master
     if stack.gradient < 4 <= stack.master:
         optimizer += 4  # the step's float32 copy of the gradient
-    gathered = 0.0
+    gathered = 0
     if job.zero == 3 and is_split:  # the shard is the master copy; what matmuls read is gathered
         copy, optimizer = stack.master, stack.moments
         if job.pp > 1:
-            gathered = stack.gather * padded
+            gathered = stack.gather
+    optimizer += kept_bytes(stack.compression, stack.reduce, stack.corrects_momentum)
     # zero 1 adds micro-batches up whole; of a single one, buckets are scattered as they fill (parallel/data.py).
     scatters = job.zero >= 2 or (job.zero == 1 and job.microbatches == 1 and stack.shard_apart)
-    own = -(-padded // degree)
-    spared = stack.spared_moments * (-(-matrices // degree) if job.zero >= 1 else matrices)
+    return Rates(
+        (copy, gathered) if job.zero == 3 else (0, copy),
+        (stack.gradient, 0) if scatters and job.pp == 1 else (0, stack.gradient),
+        (optimizer, 0) if job.zero >= 1 else (0, optimizer),
+    )
+
+
+def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int) -> States:
+    """States of so many elements over `degree` ranks, of which `matrices` are Muon's where it runs; gradients that stay
+    whole are not filled up."""
+    of, own = rates(job, degree), -(-padded // degree)
+    spared = job.stack.spared_moments * (-(-matrices // degree) if job.zero >= 1 else matrices)
     return States(
-        copy * (own if job.zero == 3 else padded) + gathered,
-        stack.gradient * (own if scatters and job.pp == 1 else whole),
-        (optimizer + kept) * (own if job.zero >= 1 else padded) - spared,
+        of.parameters[0] * own + of.parameters[1] * padded,
+        of.gradients[0] * own + of.gradients[1] * whole,
+        of.optimizer[0] * own + of.optimizer[1] * padded - spared,
     )
 
 

@@ -41,19 +41,23 @@ def model_flops(job: Job, convention: Convention = "causal") -> float:
 
 
 def hardware_flops(job: Job, convention: Convention = "causal") -> float:
-    """Of one step, over all ranks: what the devices execute. A split backward recomputes once: the core has no
-    weights, and where whole layers are recomputed the runtime does not split (parallel/pipeline.py)."""
+    """Of one step, over all ranks: what the devices execute."""
+    return model_flops(job, convention) + sum(repeated(job, convention)) * job.step_tokens
+
+
+def repeated(job: Job, convention: Convention = "causal") -> tuple[float, float, float]:
+    """FLOPs per token that are computed again: the layers' matmuls and attention by recomputation, scores in fused
+    attention's backward. A split backward recomputes once: the core has no weights, and where whole layers are
+    recomputed the runtime does not split (parallel/pipeline.py)."""
     forward = forward_per_token(job.model, job.sequence_length, convention)
-    again = 0.0
+    layers = core = 0.0
     if job.recompute == "full":
-        again = forward.layers + forward.core - _not_repeated(job)
+        layers, core = forward.layers - _not_repeated(job), forward.core
     elif job.recompute == "attention" or (
         job.recompute == "elementwise" and job.stack.attention == "blocked"
     ):
-        again = forward.core
-    if job.stack.attention in ("flash", "fused"):
-        again += forward.core / 2
-    return model_flops(job, convention) + again * job.step_tokens
+        core = forward.core
+    return layers, core, forward.core / 2 if job.stack.attention in ("flash", "fused") else 0.0
 
 
 def _not_repeated(job: Job) -> float:

@@ -143,29 +143,39 @@ def memory(
 
 
 def transient(job: Job) -> float:
+    """Bytes of `buffers`."""
+    return sum(buffers(job).values())
+
+
+def buffers(job: Job) -> dict[str, float]:
     """A layer's tensors in the middle of its backward, messages of the pipeline, ring attention's spare keys and
-    values, parameters gathered by zero 3 (two units) and the gradients about to be scattered."""
-    part = parts(job.model, job.tp, job.ep, job.expert_width_split)
-    found = activations.backward_buffers(job)
-    found += job.stack.bucket_bytes + (4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0)
+    values, parameters gathered by zero 3 (two units) or cast, and the gradients about to be scattered."""
+    part, stack = parts(job.model, job.tp, job.ep, job.expert_width_split), job.stack
+    found = {"a layer's tensors in backward": activations.backward_buffers(job)}
+    if stack.bucket_bytes:
+        found["buckets"] = stack.bucket_bytes
+    if job.pp > 1:
+        found["four messages of the pipeline"] = 4 * pipeline.message_bytes(job)
     if job.cp > 1:
         keys = job.model.kv_heads / min(job.tp, job.model.kv_heads) * job.model.head_dim
-        found += 2 * 2 * job.tokens * keys * job.itemsize
+        found["spare keys and values"] = 2 * 2 * job.tokens * keys * job.itemsize
     unit = max(part.dense_layer.total, part.expert_layer.total)
     edge = max(part.embedding.total, part.head.total)
-    if job.zero >= 2 and job.pp == 1 and job.stack.shard_apart:
-        found += (edge + 2 * unit) * job.stack.reduce
-        found += (edge + 2 * unit) * job.stack.gather if job.zero == 3 else 0.0
+    gathered, scattered = "parameters gathered or cast", "gradients to be scattered"
+    if job.zero >= 2 and job.pp == 1 and stack.shard_apart:
+        found[scattered] = (edge + 2 * unit) * stack.reduce
+        if job.zero == 3:
+            found[gathered] = (edge + 2 * unit) * stack.gather
     elif job.zero == 3 and job.pp == 1:
-        found += (2 * unit + edge) * job.stack.gather + max(unit, edge) * job.stack.reduce
-    elif job.stack.compute_copy == 0 and job.itemsize < job.stack.master:
-        found += (2 * unit + edge) * job.itemsize  # parameters cast unit by unit
+        found[gathered] = (2 * unit + edge) * stack.gather
+        found[scattered] = max(unit, edge) * stack.reduce
+    elif stack.compute_copy == 0 and job.itemsize < stack.master:
+        found[gathered] = (2 * unit + edge) * job.itemsize  # cast unit by unit
     elif job.zero == 2 and job.pp == 1:
-        found += max(unit, edge) * job.stack.gradient
-    if job.stack.gradient > job.stack.master and job.data_parallel > 1:
-        found += (
-            edge * job.stack.reduce
-        )  # sums apart from gradients are flattened, a whole parameter at least
+        found[scattered] = max(unit, edge) * stack.gradient
+    if stack.gradient > stack.master and job.data_parallel > 1:
+        # sums apart from gradients are flattened, a whole parameter at least
+        found["a flattened parameter"] = edge * stack.reduce
     return found
 
 
@@ -225,7 +235,7 @@ def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> 
         step=end + job.physics.step,
         compute=line.busy[rank] - exposed,
         exposed_communication=exposed + ending.late,
-        bubble=max(0.0, line.finished[rank] - line.busy[rank]),
+        bubble=max(0.0, line.finished[rank] - line.busy[rank]) if job.pp > 1 else 0.0,
         optimizer=ending.update,
         other=job.physics.step,
     )
@@ -274,11 +284,17 @@ def _join(one: Row, two: Row) -> Row:
 
 
 def optimizer_seconds(job: Job, share: Share) -> float:
-    """AdamW reads gradient, master copy and moments, writes the last three and the compute copy; so does Muon, and what
-    it orthogonalises comes on top (ledger/muon.py)."""
+    """Of the states of what a rank owns: one pass of the optimizer over them; what Muon orthogonalises comes on top
+    (ledger/muon.py)."""
     stack = job.stack
     dense, expert = data.shard_degrees(job) if job.zero >= 1 else (1, 1)
-    owned = share.dense / dense + share.expert / expert
-    moved = owned * (stack.gradient + 2 * stack.master + 2 * stack.moments + stack.compute_copy)
+    moved = (share.dense / dense + share.expert / expert) * update_bytes(job)
     moved -= 2 * stack.spared_moments * (share.matrices / dense + share.expert_matrices / expert)
     return stream_seconds(moved, job.hardware.device, job.physics)
+
+
+def update_bytes(job: Job) -> int:
+    """Of an element: AdamW reads gradient, master copy and moments, writes the last three and the compute copy; so does
+    Muon, but for moments that it spares."""
+    stack = job.stack
+    return stack.gradient + 2 * stack.master + 2 * stack.moments + stack.compute_copy

@@ -1,6 +1,6 @@
 """Why the best layout's neighbours are worse, and what would have to change where nothing fits; with numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,22 +9,28 @@ import msgspec
 from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Parallel
 from fivefold.ledger.job import Job
-from fivefold.ledger.total import Ledger, estimate
+from fivefold.ledger.total import Ledger, counts, estimate
 from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.document import layout_of
 from fivefold.planner.search import SAME, Outcome, Ranked, least_excess, search
-from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, nearest_batches
-from fivefold.render.units import change_text, seconds_text
+from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, divisors, nearest_batches
+from fivefold.render.units import bytes_text, change_text, seconds_text
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
-from fivefold.spec.synchronisation import serves
+from fivefold.spec.synchronisation import can_sum
 
 
-def neighbours(best: Job, seconds: float, smaller: range = range(0)) -> list[str]:
-    """One line for every layout one step away on one axis; `smaller` are the batches of a ramp."""
+def neighbours(
+    best: Job, seconds: float, smaller: range = range(0), fixed: Mapping[str, Any] | None = None
+) -> list[str]:
+    """One line for every layout one step away on one axis; `smaller` are the batches of a ramp, `fixed` the keys that
+    may not move: what moves one of them may be better than the best."""
     ledger = estimate(best)
-    lines = [f"{name}: {_verdict(ledger, changes, seconds, smaller)}" for name, changes in _steps(best)]
+    lines = [
+        f"{name}: {_verdict(ledger, changes, seconds, smaller, fixed or {})}"
+        for name, changes in _steps(best)
+    ]
     return lines + compression_verdicts(best)
 
 
@@ -36,14 +42,16 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
             others = best.pp * best.cp * best.tp // own
             if degree and world % (degree * others) == 0:
                 yield f"{axis} {degree} instead of {own}", {axis: degree}
-    for micro in (best.micro_batch // 2, best.micro_batch * 2):
-        if micro:
+    share = divisors(best.micro_batch * best.microbatches)
+    at = share.index(best.micro_batch)
+    for micro in share[max(0, at - 1) : at + 2]:
+        if micro != best.micro_batch:
             yield f"micro-batch {micro} instead of {best.micro_batch}", {"micro_batch": micro}
     for mode in RECOMPUTE:
         if mode != best.recompute:
             yield f"recompute {mode} instead of {best.recompute}", {"recompute": mode}
     for zero in range(4):
-        if zero != best.zero and serves(best.stack.algorithm, zero):
+        if zero != best.zero:
             yield f"zero {zero} instead of {best.zero}", {"zero": zero}
     if best.tp > 1:
         on = best.sequence_parallel
@@ -55,7 +63,9 @@ def _steps(best: Job) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"schedule {name} instead of {best.schedule}", {"schedule": name}
 
 
-def _verdict(old: Ledger, changes: dict[str, Any], seconds: float, smaller: range) -> str:
+def _verdict(
+    old: Ledger, changes: dict[str, Any], seconds: float, smaller: range, fixed: Mapping[str, Any]
+) -> str:
     """What one change does: slower by so much, too large by so much, or why it cannot be."""
     try:
         job = _changed(old.job, changes)
@@ -63,18 +73,19 @@ def _verdict(old: Ledger, changes: dict[str, Any], seconds: float, smaller: rang
     except ConfigError as error:
         return f"cannot be: {error}"
     also = _also(old.job, job, changes)
+    bound = _bound(job, fixed)
     excess, rank = least_excess(job)
     if excess > 0:
-        return f"{also}does not fit, at least {excess / 2**30:.2f} GiB too much on pipeline rank {rank}"
+        return f"{also}does not fit, at least {bytes_text(excess)} too much on pipeline rank {rank}"
     found = estimate(job)
     excess = found.fullest.memory.peak - job.hardware.device.memory
     if excess > 0:
-        return f"does not fit, {excess / 2**30:.2f} GiB too much on pipeline rank {found.fullest.rank}"
+        return f"{also}does not fit, {bytes_text(excess)} too much on pipeline rank {found.fullest.rank}"
     change = found.time.step / seconds - 1
     if abs(change) < SAME:
         more = found.fullest.memory.peak - old.fullest.memory.peak
         memory = f"memory {more / 2**30:+.2f} GiB" if abs(more) >= 2**30 / 200 else "and the same memory"
-        return f"{also}the same step within {SAME:.1%}; {memory}"
+        return f"{also}the same step within {SAME:.1%}; {memory}{bound}"
     parts = {
         name: getattr(found.time, name) - getattr(old.time, name)
         for name in ("compute", "exposed_communication", "bubble", "optimizer")
@@ -82,8 +93,19 @@ def _verdict(old: Ledger, changes: dict[str, Any], seconds: float, smaller: rang
     cause = max(parts, key=lambda name: parts[name] if change >= 0 else -parts[name])
     return (
         f"{also}{seconds_text(found.time.step)} a step ({change:+.1%}); {cause.replace('_', ' ')} "
-        f"{change_text(parts[cause])}"
+        f"{change_text(parts[cause])}{bound}"
     )
+
+
+def _bound(job: Job, fixed: Mapping[str, Any]) -> str:
+    """Which fixed keys would have to move for `job`. With zero 0 replicas and shards are one; without a pipeline
+    schedules are; a schedule whose chunks are given counts as one chunk, too."""
+    free = {"dp_replicate", "dp_shard"} if job.zero == 0 else set()
+    free |= {"schedule"} if job.pp == 1 else set()
+    free |= {"chunks"} if fixed.get("chunks") == 1 and not job.schedule.startswith("interleaved") else set()
+    own = {**layout_of(job), "micro_batch": job.micro_batch}
+    moved = [f"{key} = {value}" for key, value in fixed.items() if key not in free and own[key] != value]
+    return f", but {' and '.join(moved)} is fixed" if moved else ""
 
 
 def _check_ramp(job: Job, smaller: range) -> None:
@@ -135,9 +157,22 @@ def _changed(best: Job, changes: dict[str, Any]) -> Job:
         raise ConfigError(
             f"schedule {job.schedule} keeps parameters gathered, so zero 3 is zero 2; use zero = 2"
         )
-    parallel = msgspec.convert(layout_of(job), Parallel)
+    _check_sums(job)
+    try:
+        parallel = msgspec.convert(layout_of(job), Parallel)
+    except msgspec.ValidationError as error:  # more ranks than an axis can have
+        raise ConfigError(f"{ranks} replicas: {error}") from None
     check_layout(job.model, parallel, Mesh(job.pp, job.dp_replicate, job.dp_shard, job.cp, job.tp))
     return job
+
+
+def _check_sums(job: Job) -> None:
+    stack, ranks = job.stack, job.data_parallel * job.cp
+    method, is_apart = stack.compression.method, job.model.tied and job.pp > 1
+    if not can_sum(stack.algorithm, method, job.zero, ranks, job.dp_replicate, is_apart):
+        raise ConfigError(
+            f"gradients summed by {stack.algorithm}, compression {method}, with zero {job.zero} on {ranks} ranks"
+        )
 
 
 def unfit(wish: Wish, outcome: Outcome) -> list[str]:
@@ -150,7 +185,7 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
         keys = ", ".join(
             f"{key} {value}" for key, value in layout_of(job).items() if value not in (1, 0, False)
         )
-        lines.append(f"the nearest layout ({keys}) misses at least {missing / 2**30:.2f} GiB a device")
+        lines.append(f"the nearest layout ({keys}) misses at least {bytes_text(missing)} a device")
     if wish.smaller:
         steady = search(replace(wish, smaller=range(0)), keep=1)
         if steady.ranking:
@@ -159,22 +194,38 @@ def unfit(wish: Wish, outcome: Outcome) -> list[str]:
         freed = search(replace(wish, fixed={}), keep=1)
         if freed.ranking:
             best = freed.ranking[0]
-            what = {k: v for k, v in layout_of(best.job).items() if wish.fixed.get(k, v) != v}
-            if best.job.micro_batch != wish.fixed.get("micro_batch", best.job.micro_batch):
-                what["micro_batch"] = best.job.micro_batch
-            changes = ", ".join(f"{key} = {value}" for key, value in what.items())
-            lines.append(f"it fits with {changes} ({seconds_text(best.seconds)} a step)")
+            lines.append(f"it fits with {_moved(wish, best.job)} ({seconds_text(best.seconds)} a step)")
             return lines
-    for factor in (2, 4, 8, 16, 32, 64):
-        nodes = wish.hardware.nodes * factor
-        wider = replace(wish, hardware=msgspec.structs.replace(wish.hardware, nodes=nodes))
-        found = search(wider, keep=1)
-        if found.ranking:
-            lines.append(
-                f"it fits on {wider.hardware.devices} devices ({seconds_text(found.ranking[0].seconds)} a step)"
-            )
-            break
-    return lines
+    return [*lines, _wider(wish)]
+
+
+def _wider(wish: Wish) -> str:
+    """The fewest devices, by doubling, on which something fits: with the fixed keys, else without them, else with a
+    sequence for each device."""
+    stack, capacity = wish.stack, wish.hardware.device.memory
+    states = counts(wish.model)[0] * (stack.master + stack.moments - stack.spared_moments + stack.gradient)
+    least = -(-states // int(capacity))
+    free = replace(wish, fixed={})
+    for tried, grows in ((wish, False), (free, False), (free, True)):
+        for factor in (2, 4, 8, 16, 32, 64):
+            on = msgspec.structs.replace(wish.hardware, nodes=wish.hardware.nodes * factor)
+            if on.devices < least:
+                continue
+            wider = replace(tried, hardware=on)
+            if grows:
+                wider = replace(wider, global_batch=on.devices, smaller=range(0))
+            if found := search(wider, keep=1).ranking:
+                how = [_moved(wish, found[0].job)] if wish.fixed and tried is free else []
+                how += [f"global_batch = {on.devices}"] if grows else []
+                text = f" with {', '.join(filter(None, how))}" if any(how) else ""
+                return f"it fits on {on.devices} devices{text} ({seconds_text(found[0].seconds)} a step)"
+    return f"its states alone are {states / 2**30:,.0f} GiB: it takes {least:,} such devices or more"
+
+
+def _moved(wish: Wish, job: Job) -> str:
+    """The fixed keys that are other in `job`, as it has them."""
+    own = {**layout_of(job), "micro_batch": job.micro_batch}
+    return ", ".join(f"{key} = {value}" for key, value in own.items() if wish.fixed.get(key, value) != value)
 
 
 def _ramp_wish(wish: Wish, ranked: Ranked) -> str:
@@ -192,7 +243,12 @@ def _ramp_wish(wish: Wish, ranked: Ranked) -> str:
 
 
 def _no_layout(wish: Wish) -> str:
-    fixed = ", ".join(f"{key} = {value}" for key, value in wish.fixed.items()) or "none"
+    keys = dict(wish.fixed)
+    if wish.stack.algorithm != "backend":
+        keys["algorithm"] = wish.stack.algorithm
+    if wish.stack.compression.method != "none":
+        keys["compression"] = wish.stack.compression.method
+    fixed = ", ".join(f"{key} = {value}" for key, value in keys.items()) or "none"
     batches = [str(batch) for batch in nearest_batches(wish) if batch != wish.global_batch]
     near = f"; nearest legal global batch: {' or '.join(batches)}" if batches else ""
     return (

@@ -1,13 +1,16 @@
 """Batch and learning-rate arithmetic for a change of the global batch: what is legal, what follows from it."""
 
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import prod, sqrt
 
-from fivefold.config.errors import ConfigError
+import msgspec
+
+from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Config
+from fivefold.ledger.hardware import Hardware
 from fivefold.planner.search import search
-from fivefold.planner.space import Wish, divisors
-from fivefold.spec.mesh import resolve
+from fivefold.planner.space import Wish, check_size, divisors
+from fivefold.spec.mesh import AXES, resolve
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ def sequences(tokens: int, length: int) -> int:
             f"batch of {tokens} tokens: not a multiple of sequence_length {length}; nearest legal: "
             + " or ".join(map(str, legal))
         )
+    check_size("sequences of the batch", count)
     return count
 
 
@@ -51,13 +55,37 @@ def splits(global_batch: int, degrees: list[int], largest: int = 64) -> list[Spl
     ]
 
 
+def on_devices(cluster: Hardware, count: int) -> Hardware:
+    """The cluster with another number of devices: whole nodes, or a part of one. Raises ConfigError else."""
+    check_size("--devices", count)
+    own = cluster.node.devices
+    if count < own:
+        return msgspec.structs.replace(
+            cluster, nodes=1, node=msgspec.structs.replace(cluster.node, devices=count)
+        )
+    if count % own:
+        raise ConfigError(
+            f"--devices {count}: not a multiple of a node's {own} devices; "
+            f"nearest legal: {nearest_multiples(count, own)}"
+        )
+    return msgspec.structs.replace(cluster, nodes=count // own)
+
+
 def degrees(config: Config, written: frozenset[str], devices: int) -> list[int]:
-    """Data-parallel degrees `devices` can have: the one the config fixes, or all that divide."""
-    axes = ("pp", "cp", "tp")
-    if any(f"parallel.{axis}" in written for axis in axes):
-        mesh = resolve(config.parallel, devices)
-        return [mesh.data_parallel]
-    return divisors(devices)
+    """Data-parallel degrees `devices` can have: the one the config fixes, or all that divide what is left for it. As in
+    a plan, an axis written as -1 is free."""
+    parallel = config.parallel
+    fixed = {
+        axis: getattr(parallel, axis)
+        for axis in AXES
+        if f"parallel.{axis}" in written and getattr(parallel, axis) != -1
+    }
+    cuts = [axis for axis in ("pp", "cp", "tp") if f"parallel.{axis}" in written]
+    if cuts and all(axis in fixed for axis in cuts):
+        return [resolve(parallel, devices).data_parallel]
+    left = devices // prod(fixed.get(axis, 1) for axis in cuts)
+    least = fixed.get("dp_replicate", 1) * fixed.get("dp_shard", 1)
+    return [degree for degree in divisors(left) if degree % least == 0]
 
 
 def rates(config: Config, reference: int, target: int) -> list[Rate]:

@@ -6,18 +6,22 @@ from fivefold.ledger.compression import Compression, Method
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate
 from fivefold.render.units import seconds_text
+from fivefold.spec.synchronisation import can_sum
 
 METHODS: tuple[Method, ...] = ("bf16", "int8", "topk", "powersgd")
 
 
 def compression_verdicts(job: Job) -> list[str]:
     """One line a method; none where no sum over replicas exists to be compressed."""
-    replicas = job.dp_replicate if job.zero else job.dp_replicate * job.dp_shard * job.cp
-    if replicas == 1:
-        return []
     plain = _with(job, Compression("none"))
-    methods = [method for method in METHODS if method != "powersgd" or not job.zero]
+    methods = [method for method in METHODS if _is_legal(job, method)]
     return [_line(_with(job, Compression(method)), plain) for method in methods]
+
+
+def _is_legal(job: Job, method: Method) -> bool:
+    is_apart, ranks = job.model.tied and job.pp > 1, job.data_parallel * job.cp
+    sums = can_sum(job.stack.algorithm, method, job.zero, ranks, job.dp_replicate, is_apart)
+    return sums and job.precision != "fp16"
 
 
 def own_verdict(job: Job) -> str | None:

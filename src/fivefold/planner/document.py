@@ -7,6 +7,7 @@ from fivefold.config.tree import Config
 from fivefold.ledger import flops, muon
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import Ledger, RankClass, estimate
+from fivefold.render.units import bytes_text
 from fivefold.spec.batch import BatchPlan
 from fivefold.spec.ramp import BatchCourse, plan_course
 
@@ -62,7 +63,7 @@ def reason(ledger: Ledger) -> str:
     where = f"pipeline rank {full.rank} ({full.layers} layers) needs {need:.2f} GiB of {have:.2f} GiB"
     if ledger.fits:
         return f"fits: {where}"
-    return f"does not fit: {where}; {need - have:.2f} GiB are missing"
+    return f"does not fit: {where}; {bytes_text(full.memory.peak - capacity)} are missing"
 
 
 def document(ledger: Ledger) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def document(ledger: Ledger) -> dict[str, Any]:
                 "seconds": row.seconds,
                 "exposed_seconds": row.exposed_seconds,
                 "link": row.link,
+                "experts": "expert parameters" in row.formula,
             }
             for row in ledger.traffic
         ],

@@ -1,13 +1,16 @@
-"""Where a line of the ledger comes from: its formula, the numbers put in, its source."""
+"""Where a line of the ledger comes from: its formula, the numbers put in, its source.
+
+The second line of an explanation is arithmetic: what stands before "→", worked out, is what stands behind it (a test
+does it, on every line of many layouts).
+"""
 
 from fivefold.config.errors import BadInput, did_you_mean
-from fivefold.ledger import activations, data, flops, muon, pipeline
-from fivefold.ledger.network import wires
-from fivefold.ledger.pipeline import own_stages
-from fivefold.ledger.shards import contents
-from fivefold.ledger.total import Ledger, optimizer_seconds, slowest
-from fivefold.ledger.traffic import Row
-from fivefold.render.units import seconds_text
+from fivefold.ledger import data, flops, muon, pipeline
+from fivefold.ledger.pipeline import Stage, own_stages
+from fivefold.ledger.total import Ledger, buffers, optimizer_seconds, slowest, update_bytes
+from fivefold.planner import explain_traffic
+from fivefold.planner.explain_traffic import plain
+from fivefold.spec.stages import layer_costs
 
 SOURCES = {
     "memory.parameters": "Rajbhandari 2020 (ZeRO): what a rank keeps of each parameter, by stage",
@@ -35,47 +38,16 @@ SOURCES = {
 
 def lines(ledger: Ledger) -> list[str]:
     """Names of the lines that can be explained."""
-    return [*SOURCES, *(f"traffic.{r.axis}.{r.primitive}.{r.phase}" for r in ledger.traffic)]
+    return [*SOURCES, *explain_traffic.names(ledger)]
 
 
 def explain(ledger: Ledger, line: str) -> str:
     """Three lines: formula, numbers, source. Raises BadInput for an unknown line."""
-    if line.startswith("traffic."):
-        for row in ledger.traffic:
-            if line == f"traffic.{row.axis}.{row.primitive}.{row.phase}":
-                each = row.bytes_per_rank / max(row.times, 1)
-                return (
-                    f"{row.formula}; {row.times} times a step on the rank that is through last, {row.link}\n"
-                    f"{row.times} × {each:,.0f} B = {row.bytes_per_rank:,.0f} B; on the wire "
-                    f"{row.wire_bytes:,.0f} B; {_link(ledger, row)}; {row.seconds:.4g} s, of which "
-                    f"{row.exposed_seconds:.4g} s exposed\n"
-                    f"source: {_traffic_source(row)}; α-β costs: Thakur 2005, Sanders 2009"
-                )
+    if line in (rows := explain_traffic.names(ledger)):
+        return explain_traffic.text(ledger, ledger.traffic[rows.index(line)])
     if line not in SOURCES:
         raise BadInput(f"--explain {line}: no such line; {did_you_mean(line, lines(ledger))}")
     return f"{_numbers(ledger, line)}\nsource: {SOURCES[line]}"
-
-
-def _link(ledger: Ledger, row: Row) -> str:
-    if ledger.job.hardware.measured:
-        return "seconds as measured, where a measurement fits"
-    found = wires(ledger.job.hardware, ledger.job.physics)
-    link = found.between if row.link == "between nodes" else found.inside
-    return f"α = {seconds_text(link.latency)}, 1/β = {link.bandwidth / 1e9:.4g} GB/s"
-
-
-def _traffic_source(row: Row) -> str:
-    """Where the volume of a row is derived."""
-    if row.primitive == "all_to_all" and row.phase == "optimizer":
-        return "Jordan et al. 2024 (Muon): whole matrices; ledger/muon.py"
-    papers = {
-        "tp": "Shoeybi 2019 (Megatron-LM), with sequence parallel Korthikanti 2022",
-        "cp": "Liu 2023 (ring attention), Jacobs 2023 (Ulysses)",
-        "ep": "Lepikhin 2020 (GShard): dispatch and combine",
-        "pp": "Narayanan 2021 (Megatron-LM on clusters)",
-        "embedding": "Narayanan 2021: gradients of tied ends",
-    }
-    return papers.get(row.axis, "Rajbhandari 2020 (ZeRO)")
 
 
 def _numbers(ledger: Ledger, line: str) -> str:
@@ -93,47 +65,79 @@ def _numbers(ledger: Ledger, line: str) -> str:
 
 
 def _states(ledger: Ledger, name: str) -> str:
-    job, full, stack = ledger.job, ledger.fullest, ledger.job.stack
+    job, full = ledger.job, ledger.fullest
     dense, expert = data.shard_degrees(job)
-    each = {
-        "parameters": stack.compute_copy or stack.master,
-        "gradients": stack.gradient,
-        "optimizer": stack.moments + (stack.master if stack.compute_copy else 0),
-    }[name]
-    share, value = full.share, getattr(full.memory, name)
-    spared = stack.spared_moments if name == "optimizer" else 0
-    matrices = f"; {spared} B less for what Muon orthogonalises" if spared else ""
+    whole = pipeline.rank_share(job, pipeline.stages(job, pipeline.costs(job)), full.rank)
+    spared = job.stack.spared_moments if name == "optimizer" else 0
+    terms = []
+    for padded, real, matrices, degree in (
+        (full.share.dense, whole.dense, full.share.matrices, dense),
+        (full.share.expert, whole.expert, full.share.expert_matrices, expert),
+    ):
+        split, stays = getattr(data.rates(job, degree), name)
+        if padded and split:
+            terms.append(f"+ {split} B · {_share(padded, degree)}")
+        if padded and stays:
+            terms.append(f"+ {stays} B · {real if name == 'gradients' else padded:,}")
+        if matrices and spared:
+            terms.append(f"− {spared} B · {_share(matrices, degree if job.zero else 1)}")
+    experts = f" (experts {expert})" if full.share.expert else ""
+    less = ", less the moments that Muon spares" if spared else ""
     return (
-        f"parameters of the rank · {each} B, split over dp_shard × cp = {dense} (experts {expert}) where "
-        f"zero = {job.zero} says so{matrices}\n({share.dense:,} dense + {share.expert:,} expert) · {each} B → "
-        f"{value:,.0f} B"
+        f"bytes an element · parameters of the rank, split over dp_shard × cp = {dense}{experts} where "
+        f"zero = {job.zero} says so{less}\n{' '.join(terms).removeprefix('+ ') or '0 B'} → "
+        f"{plain(getattr(full.memory, name))} B"
     )
+
+
+def _share(elements: int, degree: int) -> str:
+    return f"⌈{elements:,} / {degree}⌉" if degree > 1 else f"{elements:,}"
 
 
 def _activations(ledger: Ledger) -> str:
     job, full = ledger.job, ledger.fullest
+    cost = pipeline.costs(job)
+    built = pipeline.stages(job, cost)
     held = ledger.timeline.peak_in_flight[full.rank]
-    content = [
-        contents(job.model, job.stages, job.even_layers)[index] for index in own_stages(job, full.rank)
-    ]
-    count = sum(c.dense_layers + c.expert_layers for c in content)
-    layer = activations.saved(job, bool(content[0].expert_layers))
+    own = [built[index] for index in own_stages(job, full.rank)]
+    at_end = full.memory.activations - held - cost.live
+    if len(own) == 1:
+        in_flight = f"{plain(held / own[0].saved)} · ({_saved(own[0], cost)})"
+        what = "micro-batches in flight · (saved bytes of the stage's layers + of its ends)"
+    else:
+        each = " or ".join(sorted({plain(stage.saved) for stage in own}))
+        in_flight = plain(held)
+        what = f"bytes in flight at the fullest (simulated; a micro-batch of a stage saves {each} B)"
     return (
-        "saved bytes of the stages · micro-batches in flight, and one layer's recomputed activations\n"
-        f"{count} layers · {layer:,.0f} B a micro-batch; {held:,.0f} B in flight at the fullest; "
-        f"total {full.memory.activations:,.0f} B"
+        f"{what} + what recomputation brings back of a layer + the loss' live chunk\n"
+        f"{in_flight} + {plain(cost.live)} + {plain(at_end)} → {plain(full.memory.activations)} B"
     )
+
+
+def _saved(stage: Stage, cost: pipeline.Costs) -> str:
+    content = stage.content
+    terms = [
+        f"{count} · {plain(each)}"
+        for count, each in (
+            (content.dense_layers, cost.saved_dense),
+            (content.expert_layers, cost.saved_expert),
+        )
+        if count
+    ]
+    layers = content.dense_layers * cost.saved_dense + content.expert_layers * cost.saved_expert
+    return " + ".join([*terms, plain(stage.saved - layers)])
 
 
 def _buffers(ledger: Ledger) -> str:
-    job, value = ledger.job, ledger.fullest.memory.buffers
-    layer = activations.backward_buffers(job)
-    messages = 4 * pipeline.message_bytes(job) if job.pp > 1 else 0.0
-    return (
-        "a layer's tensors in backward + four messages of a pipeline + spare keys and values, units gathered or "
-        f"cast, gradients on their way\n{layer:,.0f} B + {messages:,.0f} B + {value - layer - messages:,.0f} B → "
-        f"{value:,.0f} B"
-    )
+    memory, parts = ledger.fullest.memory, buffers(ledger.job)
+    if memory.buffers > sum(parts.values()) * (1 + 1e-12):
+        update = muon.update_bytes(ledger.job, ledger.fullest.share)
+        return (
+            "what Muon's update holds, less activations, which are gone by then\n"
+            f"{plain(update)} − {plain(memory.activations)} → {plain(memory.buffers)} B"
+        )
+    numbers = " + ".join(map(plain, parts.values()))
+    return f"{' + '.join(parts)}\n{numbers} → {plain(memory.buffers)} B"
 
 
 def _overhead(ledger: Ledger) -> str:
@@ -141,34 +145,38 @@ def _overhead(ledger: Ledger) -> str:
     if ledger.job.hardware.device.is_cpu:
         return (
             "fragmentation · all that is allocated\n"
-            f"{physics.fragmentation} · {memory.allocated:,.0f} B → {memory.overhead:,.0f} B"
+            f"{physics.fragmentation} · {plain(memory.allocated)} → {plain(memory.overhead)} B"
         )
     return (
         "device context and communicators + fragmentation · (activations + buffers)\n"
-        f"{physics.context_bytes:,.0f} B + {physics.fragmentation} · ({memory.activations:,.0f} + "
-        f"{memory.buffers:,.0f}) B → {memory.overhead:,.0f} B"
+        f"{plain(physics.context_bytes)} + {physics.fragmentation} · ({plain(memory.activations)} + "
+        f"{plain(memory.buffers)}) → {plain(memory.overhead)} B"
     )
 
 
 def _flops(ledger: Ledger, name: str) -> str:
     job = ledger.job
-    forward = flops.forward_per_token(job.model, job.sequence_length, "causal")
-    model, hardware = flops.model_flops(job), flops.hardware_flops(job)
+    model, tokens = job.model, f"{job.step_tokens:,}"
+    total = flops.model_flops(job)
     if name == "model":
+        core = flops.forward_per_token(model, job.sequence_length, "causal").core
         return (
-            "3 · (2 · active matmul parameters of the layers + attention + head) · tokens\n"
-            f"3 · ({forward.layers:.4g} + {forward.core:.4g} + {forward.head:.4g}) · {job.step_tokens:,} tokens"
-            f" → {model:.6g}"
+            "3 · (2 · active matmul parameters of the layers + attention of a token + 2 · vocabulary · hidden) "
+            "· tokens\n"
+            f"3 · (2 · {sum(layer_costs(model)):,} + {plain(core)} + 2 · {model.vocab:,} · {model.hidden:,}) · {tokens}"
+            f" → {plain(total)}"
         )
     if name == "optimizer":
         return (
             "5 · (4 · rows² · columns + 2 · rows³) of each matrix of the layers, its shorter side for the rows, on "
-            f"every replica that ZeRO does not split; 0 without Muon\nof all ranks → {muon.flops(job):.6g}"
+            f"every replica that ZeRO does not split; 0 without Muon; of all ranks\n{plain(muon.flops(job))} → "
+            f"{plain(muon.flops(job))}"
         )
+    layers, core, scores = flops.repeated(job)
     return (
-        f"model FLOPs + what recompute = {job.recompute} runs again, and the scores in {job.stack.attention} "
-        f"attention's backward\n{model:.6g} + {(hardware - model) / job.step_tokens:.4g} · {job.step_tokens:,} "
-        f"tokens → {hardware:.6g}"
+        f"model FLOPs + (matmuls and attention that recompute = {job.recompute} runs again + scores again in "
+        f"{job.stack.attention} attention's backward) · tokens\n{plain(total)} + ({plain(layers)} + {plain(core)} + "
+        f"{plain(scores)}) · {tokens} → {plain(flops.hardware_flops(job))}"
     )
 
 
@@ -177,40 +185,65 @@ def _time(ledger: Ledger, name: str) -> str:
     built = pipeline.stages(job, pipeline.costs(job))
     shares = pipeline.shares(job, built)
     _, rank, ending = slowest(job, built, line, shares)
-    passes = optimizer_seconds(job, shares[rank])
     own = [built[index].times for index in own_stages(job, rank)]
     forward = sum(times.forward for times in own)
     backward = sum(times.input_grad + times.weight_grad for times in own)
-    speed = job.hardware.device.bandwidth * job.physics.memory_rate
     inner = time.exposed_communication - ending.late
     parts = [value for part, value in time._asdict().items() if part != "step"]
     formula, numbers = {
         "step": (
             "compute + exposed communication + bubble + optimizer + other",
-            " + ".join(f"{value:.4g}" for value in parts),
+            " + ".join(map(plain, parts)),
         ),
         "compute": (
             "micro-batches · (forward + backward) of the stages of the rank that is through last, less traffic in them",
-            f"{job.microbatches} · ({forward:.4g} + {backward:.4g}) − {inner:.4g}",
+            f"{job.microbatches} · ({plain(forward)} + {plain(backward)}) − {plain(inner)}",
         ),
         "bubble": (
-            "end of the rank's last action, simulated, less its work",
-            f"pipeline rank {rank} of {job.pp}, schedule {job.schedule}: {line.finished[rank]:.6g} − "
-            f"{line.busy[rank]:.6g}",
+            f"end of the last action of pipeline rank {rank} of {job.pp}, {job.schedule} simulated, less its work",
+            f"{plain(line.finished[rank])} − {plain(line.busy[rank])}",
         ),
         "optimizer": (
-            "bytes AdamW reads and writes / (bandwidth · part of it that streams reach) + Muon's products on the rank "
-            "with most of them, with its passes over bf16",
-            f"{passes * speed:,.0f} B / ({job.hardware.device.bandwidth:.4g} B/s · {job.physics.memory_rate}) + "
-            f"{ending.update - passes:.4g}",
+            "(bytes of an element's update · elements of the rank + bytes at which streams reach half their rate) / "
+            "(bandwidth · part of it that streams reach)"
+            + (
+                " + Muon's products on the rank with most, with its passes over bf16"
+                if job.stack.muon
+                else ""
+            ),
+            _update(ledger, rank, ending.update - optimizer_seconds(job, shares[rank])),
         ),
         "exposed_communication": (
             "traffic inside micro-batches that waits + gradient and parameter traffic that nothing hides",
-            f"{inner:.4g} + {ending.late:.4g}",
+            f"{plain(inner)} + {plain(ending.late)}",
         ),
-        "other": ("seconds of a step outside of all else: data, logging", "fitted constant"),
+        "other": ("seconds of a step outside of all else: data, logging; fitted", plain(job.physics.step)),
     }[name]
-    return f"{formula}\n{numbers} → {getattr(time, name):.6g} s"
+    return f"{formula}\n{numbers} → {plain(getattr(time, name))} s"
+
+
+def _update(ledger: Ledger, rank: int, products: float) -> str:
+    job, share = ledger.job, ledger.ranks[rank].share
+    dense, expert = data.shard_degrees(job) if job.zero else (1, 1)
+    each, spared = update_bytes(job), 2 * job.stack.spared_moments
+    terms = []
+    for sign, size, counts in (
+        ("+", each, (share.dense, share.expert)),
+        ("−", spared, (share.matrices, share.expert_matrices)),
+    ):
+        owned = " + ".join(
+            f"{count:,}" + (f" / {degree}" if degree > 1 else "")
+            for count, degree in zip(counts, (dense, expert), strict=True)
+            if count
+        )
+        if size and owned:
+            terms.append(f"{sign} {size} · ({owned})")
+    device, physics = job.hardware.device, job.physics
+    start = "" if device.is_cpu else f" + {plain(physics.small_read)}"
+    passes = (
+        f"({' '.join(terms).removeprefix('+ ')}{start}) / ({plain(device.bandwidth)} · {physics.memory_rate})"
+    )
+    return passes + (f" + {plain(products)}" if job.stack.muon else "")
 
 
 def _rate(ledger: Ledger, name: str) -> str:
@@ -218,13 +251,13 @@ def _rate(ledger: Ledger, name: str) -> str:
     if name == "tokens_per_second_per_gpu":
         return (
             "tokens of a step / step time / devices\n"
-            f"{job.step_tokens:,} / {step:.6g} s / {job.world_size:,} → {ledger.tokens_per_second_per_gpu:.6g}"
+            f"{job.step_tokens:,} / {plain(step)} / {job.world_size:,} → {plain(ledger.tokens_per_second_per_gpu)}"
         )
     hardware = name == "hfu"
     count = flops.hardware_flops(job) if hardware else flops.model_flops(job)
     kind = "hardware" if hardware else "model"
     return (
         f"{kind} FLOPs of a step / (step time · devices · dense peak of {job.precision})\n"
-        f"{count:.6g} / ({step:.6g} s · {job.world_size:,} · {job.hardware.device.peak_of(job.precision):.4g}) → "
-        f"{ledger.utilization('causal', hardware):.4f}"
+        f"{plain(count)} / ({plain(step)} · {job.world_size:,} · {plain(job.hardware.device.peak_of(job.precision))})"
+        f" → {plain(ledger.utilization('causal', hardware))}"
     )

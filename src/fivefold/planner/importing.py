@@ -59,12 +59,11 @@ def accelerate(path: Path) -> list[str]:
     sharded = raw.get("distributed_type") == "FSDP"
     reshard = str(fsdp.get("fsdp_reshard_after_forward", "true")).lower() in ("true", "full_shard")
     found = [f"parallel.zero={(3 if reshard else 2) if sharded else 0}"]
-    for name, axis in (("dp_replicate", "dp_replicate"), ("tp", "tp"), ("cp", "cp")):
-        if (degree := axes.get(f"parallelism_config_{name}_size")) is not None:
-            found.append(f"parallel.{axis}={degree}")
-    found.append(f"parallel.{'dp_shard' if sharded else 'dp_replicate'}=-1")
-    if not sharded:
-        found.append("parallel.dp_shard=1")
+    degrees = {"dp_shard": "-1"} if sharded else {"dp_replicate": "-1", "dp_shard": "1"}
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp"):
+        if (degree := axes.get(f"parallelism_config_{axis}_size")) is not None:
+            degrees[axis] = str(degree)
+    found += [f"parallel.{axis}={degree}" for axis, degree in degrees.items()]
     if str(fsdp.get("fsdp_activation_checkpointing", "")).lower() == "true":
         found.append("parallel.recompute=full")
     if raw.get("mixed_precision") in ("bf16", "fp16"):

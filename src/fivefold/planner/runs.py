@@ -3,7 +3,7 @@
 import csv
 import re
 from collections.abc import Mapping
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,17 +40,40 @@ class Sizes(NamedTuple):
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a tab-separated file with a header line. Raises BadInput where it has not the columns."""
+    """Rows of a tab-separated file with a header line. A line whose quotes do not close is taken as it stands.
+
+    Raises:
+        BadInput: the file cannot be read, or lacks the columns that name a row.
+    """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [{k: v or "" for k, v in row.items() if k} for row in csv.DictReader(file, delimiter="\t")]
+        lines = path.read_text(encoding="utf-8-sig").replace("\r\n", "\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: cannot be read: {error}") from None
-    if rows and not {"id", "source", "gpu", "layers", "hidden"} <= set(rows[0]):
+    head, *rows = [_cells(line) for line in lines if line.strip()] or [[]]
+    if missing := [column for column in ("id", "source") if column not in head]:
         raise BadInput(
-            f"{path}: expected tab-separated columns as in validation/runs.tsv (id, source, gpu, …)"
+            f"{path}: no column {' and no '.join(missing)}; expected a line of tab-separated column names as in "
+            "validation/README.md (id, source, gpu, …), then a row a line"
         )
-    return rows
+    return [dict.fromkeys(head, "") | dict(zip(head, row, strict=False)) for row in rows]
+
+
+def _cells(line: str) -> list[str]:
+    if line.count('"') % 2:
+        return line.split("\t")
+    return next(csv.reader([line], delimiter="\t"), [])
+
+
+LARGEST = {
+    "layers": 10_000,
+    "heads": 65_536,
+    "kv_heads": 65_536,
+    "moe_experts": 65_536,
+    "moe_topk": 65_536,
+    "pp": 10_000,
+    "vpp": 1000,
+}
+"""As the config allows; of other columns a number that no run has, which is none."""
 
 
 def number(row: Row, column: str) -> float | None:
@@ -58,19 +81,17 @@ def number(row: Row, column: str) -> float | None:
     digits = r"\s*[>~]?=?\s*((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(e[+-]?\d+)?"
     found = re.match(digits, row.get(column, "") or "", re.IGNORECASE)
     value = float(found[1].replace(",", "") + (found[2] or "")) if found else inf
-    return value if isfinite(value) else None
+    return value if value <= LARGEST.get(column, 1 << 40) else None
 
 
 def _need(row: Row, column: str) -> int:
-    value = number(row, column)
-    if not value:  # nor is any of them 0
+    if not (value := int(number(row, column) or 0)):  # nor is any of them 0
         raise Missing(column)
-    return int(value)
+    return value
 
 
 def _or(row: Row, column: str, default: int) -> int:
-    value = number(row, column)
-    return int(value) if value else default
+    return int(number(row, column) or 0) or default
 
 
 def model_of(row: Row) -> Model:
@@ -141,7 +162,7 @@ def _nearest_in_size(row: Row, model: Model) -> Model:
                 "positions": "learned" if plain and not gated else "rotary",
             }
             candidates.append((gated == plain, msgspec.structs.replace(model, **changes)))
-    if billions is None or model.experts.count:
+    if not billions or model.experts.count:
         untied = says(row, r"untie") or not plain
         return next(m for odd, m in candidates if not odd and m.tied != untied)
     odds = {id(m): abs(total(m) / 1e9 - billions) / billions + (0.01 if odd else 0) for odd, m in candidates}
@@ -169,13 +190,14 @@ _KINDS = (
 
 def hardware_of(row: Row, world: int) -> Hardware:
     """The cluster of a row; network links as its text states them ("4x100Gb" a node), else the preset's."""
-    kind = next((name for pattern, name in _KINDS if re.search(pattern, row["gpu"])), None)
+    gpu = row.get("gpu", "")
+    kind = next((name for pattern, name in _KINDS if re.search(pattern, gpu)), None)
     if kind is None:
-        raise Missing(f"gpu (no preset for {row['gpu']!r})")
+        raise Missing(f"gpu (no preset for {gpu!r})" if gpu else "gpu")
     found = hardware.kind(kind)
     devices = _or(row, "gpus_per_node", found.node.devices)
     node = msgspec.structs.replace(found.node, devices=devices)
-    if "A800" in row["gpu"]:
+    if "A800" in gpu:
         node = msgspec.structs.replace(node, bandwidth=node.bandwidth * 2 / 3)
     nics = re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", stacks.text_of(row))
     network = found.network
@@ -191,7 +213,7 @@ def sizes_of(row: Row) -> Sizes:
     world, dp = number(row, "n_gpus"), number(row, "dp")
     if world is None and dp is None:
         raise Missing("n_gpus, dp")
-    ranks = int(world) if world else int(dp or 1) * tp * pp * cp
+    ranks = int(world or 0) or _or(row, "dp", 1) * tp * pp * cp
     replicas = max(1, ranks // (tp * pp * cp))
     return Sizes(ranks, tp, pp, cp, ep, replicas, _or(row, "vpp", 1) or 1)
 
@@ -283,9 +305,8 @@ def _accumulation(sizes: Sizes, count: int) -> int:
 
 def _micro_batch(row: Row, batch: int, sizes: Sizes) -> int:
     """Stated; else Megatron's smallest, elsewhere a replica's share in as many pieces as pipeline ranks."""
-    stated = number(row, "micro_batch")
-    if stated:
-        return int(stated)
+    if stated := _or(row, "micro_batch", 0):
+        return stated
     if stacks.megatron(row):
         return 1
     return max(1, batch // sizes.dp // sizes.pp)

@@ -114,9 +114,18 @@ class _Found:
         self.tightest: tuple[Job, float] | None = None
 
     def missed(self, wish: Wish, series: Series, missing: float) -> None:
-        """A series none of whose layouts fits."""
-        if self.tightest is None or missing < self.tightest[1]:
-            self.tightest = job_of(wish, Point(series, schedules.chunks_of(series.schedule, 2))), missing
+        """A series none of whose layouts fits, or that stands for all of its group: what is named is one of them that
+        is legal, its states split over the most ranks."""
+        if self.tightest is not None and missing >= self.tightest[1]:
+            return
+        for legal in (series, *reversed([*series_of(wish, series.group)])):
+            for point in points(wish, legal):
+                if layouts := data_layouts(wish, point):
+                    self.tightest = (
+                        job_of(wish, point, *max(layouts, key=lambda own: (own[0], own[2]))),
+                        missing,
+                    )
+                    return
 
     def layout_missed(self, job: Job, missing: float) -> None:
         if self.tightest is None or missing < self.tightest[1]:

@@ -13,7 +13,7 @@ from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
 from fivefold.spec.stages import most_stages
-from fivefold.spec.synchronisation import serves
+from fivefold.spec.synchronisation import can_sum
 
 RECOMPUTE = ("none", "attention", "elementwise", "full")
 SCHEDULES: tuple[schedules.Name, ...] = (
@@ -114,6 +114,16 @@ class Point(NamedTuple):
         return self.series.group.microbatches
 
 
+MOST = 1 << 31
+"""Devices and sequences of a batch whose divisors are looked for."""
+
+
+def check_size(what: str, number: int) -> None:
+    """Refuses a number of devices or sequences whose divisors would take minutes."""
+    if number > MOST:
+        raise ConfigError(f"{what} = {number}: expected at most {MOST}")
+
+
 def divisors(number: int) -> list[int]:
     """In ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
@@ -126,7 +136,7 @@ def legal_tp(wish: Wish) -> list[int]:
     return [
         tp
         for tp in divisors(wish.hardware.devices)
-        if tp <= limit and wish.allows("tp", tp) and _is_legal(wish.model, Mesh(tp=tp), Parallel(tp=tp))
+        if tp <= limit and wish.allows("tp", tp) and is_legal(wish.model, Mesh(tp=tp), Parallel(tp=tp))
     ]
 
 
@@ -134,7 +144,7 @@ def _legal_cp(wish: Wish, cp: int, tp: int) -> bool:
     """Ulysses deals out heads; a ring takes any degree."""
     if cp == 1 or wish.context == "ring":
         return True
-    return _is_legal(wish.model, Mesh(cp=cp, tp=tp), Parallel(cp=cp, tp=tp, context="ulysses"))
+    return is_legal(wish.model, Mesh(cp=cp, tp=tp), Parallel(cp=cp, tp=tp, context="ulysses"))
 
 
 def legal_ep(wish: Wish, ranks: int) -> list[int]:
@@ -145,7 +155,8 @@ def legal_ep(wish: Wish, ranks: int) -> list[int]:
     return [ep for ep in divisors(count) if ranks % ep == 0 and wish.allows("ep", ep)]
 
 
-def _is_legal(model: Model, mesh: Mesh, parallel: Parallel) -> bool:
+def is_legal(model: Model, mesh: Mesh, parallel: Parallel) -> bool:
+    """Whether the layout table serves the degrees."""
     try:
         check_layout(model, parallel, mesh)
     except ConfigError:
@@ -160,9 +171,10 @@ def modes(wish: Wish) -> list[str]:
 
 def series_of(wish: Wish, group: Group) -> Iterator[Series]:
     """Every schedule that exists for the group's micro-batches, with every recompute mode. Without a pipeline
-    all schedules are one."""
+    all schedules are one, as `jobs.job_of` has it."""
+    names: list[schedules.Name]
     if group.pp == 1:
-        names = [wish.fixed.get("schedule", "1f1b")]
+        names = ["1f1b"]
     else:
         names = [
             name
@@ -234,36 +246,41 @@ def _allowed(wish: Wish, key: str, values: Iterable[int]) -> list[int]:
 def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
     """(zero, dp_replicate, dp_shard) for a point, for each zero the most shards first."""
     dp, cp, ep = point.data_parallel, point.shape.cp, point.shape.ep
+    is_apart = wish.model.tied and point.pp > 1
+
+    def sums(zero: int, replicas: int) -> bool:
+        method = wish.stack.compression.method
+        return can_sum(wish.stack.algorithm, method, zero, dp * cp, replicas, is_apart)
+
     found = []
-    if wish.allows("zero", 0) and (ep == 1 or cp % ep == 0) and wish.fixed.get("dp_shard", 1) in (1, -1, dp):
-        found.append((0, dp, 1))
+    shards = wish.fixed.get("dp_shard", 1)
+    divides = shards in (1, dp) and dp // shards % wish.fixed.get("dp_replicate", 1) == 0
+    if "dp_shard" in wish.fixed:
+        divides = divides and wish.allows("dp_replicate", dp // shards)
+    if wish.allows("zero", 0) and (ep == 1 or cp % ep == 0) and divides and sums(0, dp):
+        found.append((0, dp, 1))  # as many replicas times shards, which are one
     for zero in (1, 2, 3):
-        if not wish.allows("zero", zero) or not serves(wish.stack.algorithm, zero):
+        if not wish.allows("zero", zero):
             continue
         if zero == 3 and point.pp > 1 and point.schedule in schedules.SPLITS_BACKWARD:
             continue  # torch runs a split backward only on gathered parameters: zero 3 would be zero 2
         for shard in reversed(divisors(dp)):
-            legal = shard * cp > 1 and shard * cp % ep == 0
+            legal = shard * cp > 1 and shard * cp % ep == 0 and sums(zero, dp // shard)
             if legal and wish.allows("dp_shard", shard) and wish.allows("dp_replicate", dp // shard):
                 found.append((zero, dp // shard, shard))
     return found
-
-
-def nearest_divisors(number: int, value: int) -> str:
-    """The divisors next to `value`, for an error line."""
-    own = divisors(number)
-    below = [d for d in own if d <= value][-1:]
-    above = [d for d in own if d > value][:1]
-    return " or ".join(map(str, below + above))
 
 
 def size(wish: Wish) -> int:
     """How many layouts the space has."""
     count = 0
     ways: dict[tuple[int, int], tuple[int, int]] = {}  # points with and without a split backward
-    splits: dict[tuple[int, int, int], tuple[int, int]] = {}  # divisions of the data-parallel ranks of each
+    splits: dict[
+        tuple[int, int, int, bool], tuple[int, int]
+    ] = {}  # divisions of the data-parallel ranks of each
     for group in groups(wish):
-        pipe, data = (group.pp, group.microbatches), (group.data_parallel, group.shape.cp, group.shape.ep)
+        pipe = group.pp, group.microbatches
+        data = group.data_parallel, group.shape.cp, group.shape.ep, group.pp > 1
         if pipe not in ways:
             whole = halves = 0
             for series in series_of(wish, group):
@@ -273,10 +290,9 @@ def size(wish: Wish) -> int:
                     whole += sum(1 for _ in points(wish, series))
             ways[pipe] = whole, halves
         if data not in splits:
-            piped = group._replace(pp=2)
             splits[data] = (
-                len(data_layouts(wish, Point(Series(piped, group.shape, "1f1b"), 1))),
-                len(data_layouts(wish, Point(Series(piped, group.shape, "zb_h1"), 1))),
+                len(data_layouts(wish, Point(Series(group, group.shape, "1f1b"), 1))),
+                len(data_layouts(wish, Point(Series(group, group.shape, "zb_h1"), 1))),
             )
         count += sum(map(mul, ways[pipe], splits[data]))
     return count

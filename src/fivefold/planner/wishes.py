@@ -6,15 +6,15 @@ from typing import Any
 
 import msgspec
 
-from fivefold.config.errors import ConfigError
+from fivefold.config.errors import ConfigError, nearest
 from fivefold.config.tree import Config, Parallel
 from fivefold.ledger.job import Job
 from fivefold.planner.document import LAYOUT, layout_of
 from fivefold.planner.jobs import ITEMSIZES, hardware_of, stack_of
-from fivefold.planner.space import Wish, nearest_divisors
+from fivefold.planner.space import Wish, check_size, divisors, is_legal
 from fivefold.spec.batch import BatchPlan
-from fivefold.spec.legal import check_layout, check_model
-from fivefold.spec.mesh import Mesh
+from fivefold.spec.legal import check_algorithm, check_compression, check_layout, check_model
+from fivefold.spec.mesh import AXES, Mesh
 from fivefold.spec.ramp import plan_course
 
 FREE_BY_DEFAULT = Parallel()
@@ -30,6 +30,8 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     check_model(config.model)
     hardware = hardware_of(config)
     batch, length = _global_batch(config, hardware.devices), config.batch.sequence_length
+    check_size("devices of the cluster", hardware.devices)
+    check_size("batch.global_batch", batch)
     course = plan_course(config.batch.ramp, BatchPlan(batch, 1, batch, 1, length))
     fixed = {
         key: getattr(config.parallel, key)
@@ -38,20 +40,9 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     }
     if "batch.micro_batch" in written:
         fixed["micro_batch"] = config.batch.micro_batch
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
-        degree = fixed.get(axis, 1)
-        if degree < 1:
-            raise ConfigError(
-                f"parallel.{axis} = {degree}: expected at most {hardware.devices}, 1 at least, or -1"
-            )
-        if hardware.devices % degree:
-            near = nearest_divisors(hardware.devices, degree)
-            raise ConfigError(
-                f"parallel.{axis} = {degree}: does not divide the cluster's {hardware.devices} devices; "
-                f"nearest legal: {near}"
-            )
-    _check_product(fixed, hardware.devices)
-    _check_fixed(config, fixed)
+    _check_sums(config, fixed)
+    _check_degrees(config, fixed, hardware.devices)
+    _check_fixed(config, fixed, hardware.devices)
     return Wish(
         model=config.model,
         hardware=hardware,
@@ -66,20 +57,63 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     )
 
 
-def _check_product(fixed: Mapping[str, Any], devices: int) -> None:
-    """Refuses degrees that together do not divide the cluster."""
-    degrees = {
-        axis: fixed[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if fixed.get(axis, 1) > 1
-    }
-    product = prod(degrees.values())
-    if devices % product:
+def _check_sums(config: Config, fixed: Mapping[str, Any]) -> None:
+    """Refuses a program or a compression of gradients that no layout could have."""
+    zero = fixed.get("zero", 0)
+    mesh = Mesh(dp_replicate=2, dp_shard=2, pp=fixed.get("pp", 1))
+    check_algorithm(msgspec.structs.replace(config.parallel, zero=zero), mesh)
+    check_compression(
+        msgspec.structs.replace(config, parallel=msgspec.structs.replace(config.parallel, zero=zero)), mesh
+    )
+
+
+def _check_degrees(config: Config, fixed: Mapping[str, Any], devices: int) -> None:
+    """Refuses degrees that do not divide the cluster, each alone or together. Degrees named instead divide it beside
+    those that stay, and the model allows them."""
+    degrees = {axis: fixed[axis] for axis in AXES if axis in fixed}
+    for axis, degree in degrees.items():
+        if degree < 1:
+            raise ConfigError(f"parallel.{axis} = {degree}: expected at most {devices}, 1 at least, or -1")
+    stay: dict[str, int] = {}
+    for axis, degree in degrees.items():
+        if devices // prod(stay.values()) % degree == 0:
+            stay[axis] = degree
+    left = devices // prod(stay.values())
+    for axis, degree in degrees.items():
+        if devices % degree:
+            raise ConfigError(
+                f"parallel.{axis} = {degree}: does not divide the cluster's {devices} devices; "
+                f"nearest legal: {nearest(degree, _legal(config, axis, left))}"
+            )
+    if len(stay) < len(degrees):
+        named = {axis: degree for axis, degree in degrees.items() if degree > 1}
+        for axis, degree in degrees.items():
+            if axis not in stay:
+                stay[axis] = max(
+                    d for d in _legal(config, axis, devices // prod(stay.values())) if d <= degree
+                )
         raise ConfigError(
-            f"parallel.{' × '.join(degrees)} = {' × '.join(map(str, degrees.values()))} = {product}: does not divide "
-            f"the cluster's {devices} devices; nearest legal: {nearest_divisors(devices, product)}"
+            f"parallel.{' × '.join(named)} = {' × '.join(map(str, named.values()))} = {prod(named.values())}: does "
+            f"not divide the cluster's {devices} devices; nearest legal: "
+            + " × ".join(str(stay[axis]) for axis in named)
         )
 
 
-def _check_fixed(config: Config, fixed: Mapping[str, Any]) -> None:
+def _legal(config: Config, axis: str, left: int) -> list[int]:
+    """Degrees of an axis that divide the `left` devices and that the model allows, with no other axis beside it."""
+    plain = Parallel(context=config.parallel.context)
+
+    def allows(degree: int) -> bool:
+        if axis == "ep":
+            return is_legal(config.model, Mesh(dp_shard=degree), msgspec.structs.replace(plain, ep=degree))
+        return is_legal(
+            config.model, Mesh(**{axis: degree}), msgspec.structs.replace(plain, **{axis: degree})
+        )
+
+    return [degree for degree in divisors(left) if allows(degree)]
+
+
+def _check_fixed(config: Config, fixed: Mapping[str, Any], devices: int) -> None:
     """Refuses what no layout could have: a sequence longer than the model's positions, a tensor- or expert-parallel
     degree that the model does not divide by."""
     if config.batch.sequence_length > config.model.max_positions:
@@ -88,7 +122,17 @@ def _check_fixed(config: Config, fixed: Mapping[str, Any]) -> None:
             f"expected at most {config.model.max_positions}"
         )
     tp, ep, cp = fixed.get("tp", 1), fixed.get("ep", 1), fixed.get("cp", 1)
-    check_layout(config.model, Parallel(tp=tp, ep=ep, dp_shard=ep), Mesh(tp=tp, dp_shard=ep))
+    for axis, layout, mesh in (
+        ("tp", Parallel(tp=tp), Mesh(tp=tp)),
+        ("ep", Parallel(ep=ep, dp_shard=ep), Mesh(dp_shard=ep)),
+    ):
+        try:
+            check_layout(config.model, layout, mesh)
+        except ConfigError as refusal:
+            said, near, _ = str(refusal).partition("nearest legal: ")
+            others = prod(fixed.get(other, 1) for other in ("pp", "tp") if other != axis)
+            legal = nearest(fixed[axis], _legal(config, axis, devices // others)) if near else ""
+            raise ConfigError(said + near + legal) from None
     together = dict(fixed)  # keys that may contradict one another, where all of them are fixed
     if "tp" not in fixed:
         together.pop("sequence_parallel", None)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from fivefold.render.ledger import same_text
+from fivefold.render.ledger import same_text, traffic_text
 from fivefold.render.pictures import bars_picture, front_picture, gantt_picture, legend, memory_picture
 from fivefold.render.units import bytes_text, count_text, percent_text, seconds_text
 
@@ -58,7 +58,7 @@ def page(
         parts.append("<h2>Ranking</h2>" + _ranking(ranking))
     if neighbours:
         lines = "".join(f"<li>{escape(line)}</li>" for line in neighbours)
-        parts.append(f"<h2>Why its neighbours are worse</h2><ul>{lines}</ul>")
+        parts.append(f"<h2>Its neighbours, one change away</h2><ul>{lines}</ul>")
     body = "\n".join(parts)
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
@@ -110,7 +110,7 @@ def _traffic(found: dict[str, Any]) -> str:
     colours = {"inside node": "#35b779", "between nodes": "#d1495b"}
     items = [
         (
-            f"{row['axis']} {row['primitive']} ({row['phase']})",
+            f"{traffic_text(row)} ({row['phase']})",
             row["wire_bytes"],
             f"{bytes_text(row['wire_bytes'])} in {seconds_text(row['seconds'])}, "
             f"{seconds_text(row['exposed_seconds'])} exposed",

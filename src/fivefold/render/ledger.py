@@ -24,6 +24,11 @@ def same_text(item: dict[str, Any]) -> list[str]:
     return [f"and {len(item['same'])} more within 0.1% that differ only in {', '.join(item['same_but_for'])}"]
 
 
+def traffic_text(row: dict[str, Any]) -> str:
+    """Whose collective it is: experts' parameters have their own."""
+    return f"{row['axis']} {row['primitive']}{' of experts' if row['experts'] else ''}"
+
+
 def _head(found: dict[str, Any]) -> str:
     parameters = found["parameters"]
     return (
@@ -75,7 +80,7 @@ def _time(found: dict[str, Any]) -> str:
 def _traffic(found: dict[str, Any]) -> str:
     rows = [
         [
-            f"{row['axis']} {row['primitive']}",
+            traffic_text(row),
             row["phase"],
             row["link"],
             str(row["count"]),

@@ -57,7 +57,8 @@ def memory_picture(
             width = item["memory"][name] * scale
             parts.append(f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='18' fill='{colour}'/>")
             x += width
-        parts.append(_text(x + 6, y + 14, bytes_text(item["memory"]["peak"])))
+        beside = limit if x < limit < x + 64 else x  # no number across the line
+        parts.append(_text(beside + 6, y + 14, bytes_text(item["memory"]["peak"])))
     return _svg(bottom + 2, parts) + legend(PARTS)
 
 
@@ -165,10 +166,10 @@ def bars_picture(items: Sequence[tuple[str, float, str, str]]) -> str:
     most = max((value for _, value, _, _ in items), default=1.0) or 1.0
     parts = []
     for index, (label, value, text, colour) in enumerate(items):
-        y, width = index * 24, value / most * 520
+        y, width = index * 24, value / most * 480
         parts.append(_text(0, y + 15, label))
-        parts.append(f"<rect x='250' y='{y + 3}' width='{width:.1f}' height='16' rx='2' fill='{colour}'/>")
-        parts.append(_text(257 + width, y + 15, text))
+        parts.append(f"<rect x='290' y='{y + 3}' width='{width:.1f}' height='16' rx='2' fill='{colour}'/>")
+        parts.append(_text(297 + width, y + 15, text))
     return _svg(len(items) * 24 + 4, parts)
 
 

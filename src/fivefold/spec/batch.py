@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from math import cos, pi, sqrt
 
-from fivefold.config.errors import ConfigError, nearest_multiples
+from fivefold.config.errors import ConfigError, nearest
 from fivefold.config.tree import Batch, Optimizer, Schedule
+from fivefold.spec import schedules
 from fivefold.spec.mesh import Mesh
 
 
@@ -43,8 +44,8 @@ class BatchPlan:
         return slice(start, start + self.micro_batch)
 
 
-def plan_batch(batch: Batch, mesh: Mesh) -> BatchPlan:
-    """Derives accumulation.
+def plan_batch(batch: Batch, mesh: Mesh, schedule: schedules.Name = "1f1b") -> BatchPlan:
+    """Derives accumulation. `schedule` is for the refusal: the batches it names are such as the schedule can run.
 
     Raises:
         ConfigError: both batch keys given, or a batch that does not divide, with the nearest legal values.
@@ -56,21 +57,27 @@ def plan_batch(batch: Batch, mesh: Mesh) -> BatchPlan:
     if batch.global_batch_tokens:
         factors = f"sequence_length {batch.sequence_length} × {factors}"
         tokens = unit * batch.sequence_length
-        _check_multiple("batch.global_batch_tokens", batch.global_batch_tokens, tokens, factors)
+        _check_multiple(
+            "batch.global_batch_tokens", batch.global_batch_tokens, tokens, factors, mesh, schedule
+        )
     else:
-        _check_multiple("batch.global_batch", batch.global_batch, unit, factors)
+        _check_multiple("batch.global_batch", batch.global_batch, unit, factors, mesh, schedule)
     global_batch = batch.global_batch or batch.global_batch_tokens // batch.sequence_length or unit
     return BatchPlan(
         global_batch, batch.micro_batch, global_batch // unit, mesh.data_parallel, batch.sequence_length
     )
 
 
-def _check_multiple(key: str, value: int, unit: int, factors: str) -> None:
+def _check_multiple(
+    key: str, value: int, unit: int, factors: str, mesh: Mesh, schedule: schedules.Name
+) -> None:
     if value % unit:
-        raise ConfigError(
-            f"{key} = {value}: not a multiple of {factors} = {unit}; nearest legal: "
-            f"{nearest_multiples(value, unit)}"
-        )
+        counts = [value // unit, value // unit + 1]
+        if mesh.pp > 1:
+            near = [schedules.nearest_legal(schedule, mesh.pp, count) for count in counts if count]
+            counts = [near[0][0], near[-1][-1]]
+        legal = nearest(value, [count * unit for count in counts if count])
+        raise ConfigError(f"{key} = {value}: not a multiple of {factors} = {unit}; nearest legal: {legal}")
 
 
 def peak_learning_rate(optimizer: Optimizer, global_batch: int) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from fivefold.config.errors import ConfigError, nearest
+from fivefold.config.errors import ConfigError, nearest, nearest_multiples
 from fivefold.config.tree import Config, Data, Model, Parallel
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
 from fivefold.spec.layout import Axis, Owned, Unit, table
@@ -67,7 +67,7 @@ def resolve_config(config: Config, world_size: int = 0) -> Resolved:
             f"parallel.cp = {mesh.cp}: more ranks than a sequence has tokens; "
             f"expected at most batch.sequence_length = {config.batch.sequence_length}"
         )
-    batch = plan_batch(config.batch, mesh)
+    batch = plan_batch(config.batch, mesh, config.parallel.schedule)
     course = plan_course(config.batch.ramp, batch)
     check_schedule(config.parallel, mesh, batch, f"batch.global_batch = {batch.global_batch}")
     for plan in course.plans():
@@ -103,7 +103,10 @@ def _contradictions(model: Model) -> Iterator[str]:
             f"nearest legal: {legal}"
         )
     if model.positions == "rotary" and model.head_dim % 2 and not model.latent.kv_rank:
-        yield f"model.head_dim = {model.head_dim}: rotary positions turn pairs, so it must be even"
+        yield (
+            f"model.head_dim = {model.head_dim}: rotary positions turn pairs, so it must be even; "
+            f"nearest legal: {nearest_multiples(model.head_dim, 2)}"
+        )
     scaling = model.rope_scaling
     if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
         yield (
@@ -111,7 +114,7 @@ def _contradictions(model: Model) -> Iterator[str]:
             f"high_freq_factor = {scaling.high_freq_factor}"
         )
     if _has_dense_layers(model) and not model.ffn:
-        yield "model.ffn = 0: dense layers need a width"
+        yield "model.ffn = 0: dense layers need a width; set ffn ≥ 1"
     if model.experts.count:
         yield from _expert_contradictions(model)
     if model.latent.kv_rank:
@@ -121,11 +124,11 @@ def _contradictions(model: Model) -> Iterator[str]:
 def _expert_contradictions(model: Model) -> Iterator[str]:
     experts = model.experts
     if not experts.ffn:
-        yield "model.experts.ffn = 0: routed experts need a width"
+        yield "model.experts.ffn = 0: routed experts need a width; set ffn ≥ 1"
     if experts.dense_layers >= model.layers:
         yield (
             f"model.experts.dense_layers = {experts.dense_layers}: leaves none of the {model.layers} layers "
-            "to the experts"
+            f"to the experts; expected at most {model.layers - 1}"
         )
     if experts.count % experts.groups:
         legal = nearest(experts.groups, _divisors(experts.count))
@@ -144,11 +147,14 @@ def _expert_contradictions(model: Model) -> Iterator[str]:
 def _latent_contradictions(model: Model) -> Iterator[str]:
     latent = model.latent
     if not latent.value_dim:
-        yield "model.latent.value_dim = 0: latent attention needs a width"
+        yield "model.latent.value_dim = 0: latent attention needs a width; set value_dim ≥ 1"
     if not latent.nope_dim + latent.rope_dim:
-        yield "model.latent.nope_dim = rope_dim = 0: latent attention needs a width"
+        yield "model.latent.nope_dim = rope_dim = 0: latent attention needs a width; set nope_dim ≥ 1"
     if latent.rope_dim % 2:
-        yield f"model.latent.rope_dim = {latent.rope_dim}: rotary positions turn pairs, so it must be even"
+        yield (
+            f"model.latent.rope_dim = {latent.rope_dim}: rotary positions turn pairs, so it must be even; "
+            f"nearest legal: {nearest_multiples(latent.rope_dim, 2)}"
+        )
 
 
 def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
@@ -194,7 +200,7 @@ def check_algorithm(parallel: Parallel, mesh: Mesh) -> None:
     if parallel.compression != "none":
         raise ConfigError(
             f"parallel.algorithm = {name} with compression = {parallel.compression}: compressed sums have collectives "
-            "of their own; set algorithm = backend, or compression = none"
+            "of their own, and there is room for 1 of the 2; set algorithm = backend, or compression = none"
         )
 
 

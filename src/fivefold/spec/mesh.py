@@ -89,16 +89,18 @@ def resolve(parallel: Parallel, world_size: int = 0) -> Mesh:
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         names = " = ".join(f"parallel.{axis}" for axis in open_axes)
+        closed = "dp_shard" if "dp_shard" in open_axes else open_axes[-1]
         raise ConfigError(
-            f"{names} = -1: only one axis can take the ranks that are left (without a value: dp_shard)"
+            f"{names} = -1: only one axis can take the ranks that are left (without a value: dp_shard); "
+            f"set {closed} = 1"
         )
     named = prod(degree for degree in degrees.values() if degree > 0)
     if open_axes:
         degrees[open_axes[0]] = _left(named, world_size, open_axes[0])
     elif world_size and named != world_size:
         raise ConfigError(
-            f"parallel: {_product(degrees)} = {named} ranks, but the run has {world_size} (run.ranks, or the "
-            f"launcher's); set one axis to -1, or start {named} ranks"
+            f"parallel: {_product(degrees)} = {named} ranks, but the run has {world_size} (run.ranks, the "
+            f"launcher's or the cluster's); set one axis to -1, or start {named} ranks"
         )
     if parallel.zero == 0:
         degrees["dp_replicate"] *= degrees["dp_shard"]

@@ -94,7 +94,10 @@ def plan_course(ramp: BatchRamp, last: BatchPlan) -> BatchCourse:
     if not any(given.values()):
         return BatchCourse(last)
     if missing := [key for key, value in given.items() if not value]:
-        raise ConfigError(f"batch.ramp.{missing[0]} = 0: a ramp needs start, increment and tokens")
+        raise ConfigError(
+            f"batch.ramp.{missing[0]} = 0: a ramp needs start, increment and tokens; "
+            f"set {missing[0]} ≥ 1, or all of them 0"
+        )
     unit = last.micro_batch * last.data_parallel
     for key in ("start", "increment"):
         if given[key] % unit:

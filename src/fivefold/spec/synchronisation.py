@@ -25,3 +25,19 @@ PROGRAMS: Mapping[Algorithm, Mapping[Collective, str]] = {
 def serves(algorithm: Algorithm, zero: int) -> bool:
     """Whether it has what a zero stage needs: all-reduce (0), or reduce-scatter and all-gather as well."""
     return algorithm == "backend" or zero == 0 or "reduce_scatter" in PROGRAMS[algorithm]
+
+
+def can_sum(algorithm: Algorithm, method: str, zero: int, ranks: int, replicas: int, is_apart: bool) -> bool:
+    """Whether gradients can be summed by a program, or compressed by a method: what `spec.legal` refuses in words.
+
+    Args:
+        ranks: that hold a gradient before it is split, replicas: that hold the same shard of it.
+        is_apart: whether two stages hold one tied parameter.
+    """
+    if algorithm != "backend" and (
+        method != "none" or not serves(algorithm, zero) or (not zero and ranks == 1)
+    ):
+        return False
+    if method == "none":
+        return True
+    return (replicas if zero else ranks) > 1 and not (zero and method == "powersgd") and not is_apart
