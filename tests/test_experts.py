@@ -15,6 +15,7 @@ from fivefold.config.tree import Experts as Options
 from fivefold.config.tree import Model
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
+from fivefold.nn.expert_swiglu import expert_swiglu
 from fivefold.nn.experts import Experts
 from fivefold.nn.grouped import _one_by_one, _together, grouped_linear
 from fivefold.nn.inputs import Inputs
@@ -61,6 +62,42 @@ def test_grouped_products_equal_the_loop(grouped: Any, counts: list[int]) -> Non
         results.append((y, *torch.autograd.grad(y, (x, weight), slope)))
     for found, expected in zip(*results, strict=True):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "sizes",
+    [[*counts, *reversed(counts)] for counts in COUNTS]
+    + [[700, 1, 0], [0, 65, 1100], [2, 600, 3, 63, 512, 0]],
+)
+def test_experts_in_pieces_equal_the_loop(sizes: list[int], dtype: torch.dtype) -> None:
+    """Of one and of two sources; less than a tile, more than a piece, whole ones, and nothing."""
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    x, weights = drawn(sum(sizes), 8), (drawn(3, 12, 8), drawn(3, 12, 8), drawn(3, 8, 12))
+    slope = torch.randn_like(x)
+
+    def loop() -> Tensor:
+        gate, up, down = (weight.repeat(len(sizes) // 3, 1, 1) for weight in weights)
+        groups = torch.tensor(sizes)
+        inner = F.silu(_one_by_one(x, gate, groups)) * _one_by_one(x, up, groups)
+        return _one_by_one(inner, down, groups)
+
+    found, expected = (
+        dict(
+            zip(
+                ("out", "x", "gate", "up", "down"),
+                (y, *torch.autograd.grad(y, (x, *weights), slope)),
+                strict=True,
+            )
+        )
+        for y in (expert_swiglu(x, *weights, sizes), loop())
+    )
+    worst = errors(found, expected)
+    assert max(worst.values()) <= (1e-13 if dtype == torch.float64 else 1e-6), worst
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -156,6 +156,15 @@ def transposed(a: Any, b: Any, *more: Any, **options: Any) -> int:
     return int(2 * a[0] * a[1] * b[1])
 
 
+def expert_products(x: Any, gate: Any, *more: Any, **options: Any) -> int:
+    """FLOPs of gate, up and down."""
+    return int(6 * x[0] * x[1] * gate[1])
+
+
+def expert_gradients(slope: Any, x: Any, gate: Any, *more: Any, **options: Any) -> int:
+    return 2 * expert_products(x, gate)
+
+
 def pairs(query: Any, key: Any, value: Any) -> int:
     """FLOPs of one product over all pairs of query and key; key and value have the same width."""
     batch, heads, queries, width = query
@@ -177,6 +186,8 @@ UNCOUNTED: Any = {
     ATEN.baddbmm_: in_place,
     torch.ops.fivefold.rows_times: grouped,
     torch.ops.fivefold.transposed_times: transposed,
+    torch.ops.fivefold.expert_products: expert_products,
+    torch.ops.fivefold.expert_gradients: expert_gradients,
     ATEN._scaled_dot_product_flash_attention_for_cpu: flash,
     ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flash_backward,
 }

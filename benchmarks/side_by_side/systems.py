@@ -111,7 +111,7 @@ HEATS = (
     Heat("pipeline", (LOOP, TORCH_PP, *PP), (Bar(tuple(PP), (LOOP,), {"S1": 2.8}),)),
     Heat("context", (LOOP, *CP), (Bar(tuple(CP), (LOOP,), {"S1": 2.4}),)),
     Heat("data x tensor", (LOOP, TORCH_2D, DP_TP), (Bar((DP_TP,), (LOOP,), {"S1": 2.2}),)),
-    Heat("expert", (LOOP, DDP, EP), (Bar((EP,), (DDP,), {"MoE": 1.6}),)),
+    Heat("expert", (LOOP, DDP, ZERO[0], EP), (Bar((EP,), (DDP,), {"MoE": 1.6}),)),
 )
 _S1 = ("S1", "tiny")
 ONLY = {"expert": ("MoE",), "tensor": _S1, "pipeline": _S1, "context": _S1, "data x tensor": _S1}

@@ -134,8 +134,15 @@ def _feed_forward(job: Job, expert: bool, fused: bool) -> float:
         return float(job.tokens * item * tensors * -(-model.ffn // job.tp))
     experts = model.experts
     copies = routed_rows(job) * job.imbalance
-    routed = copies * item * tensors * (experts.ffn // job.expert_width_split)
+    each = 2 if _piecewise(job) else tensors
+    routed = copies * item * each * (experts.ffn // job.expert_width_split)
     return routed + job.tokens * item * tensors * -(-experts.shared_ffn // job.tp)
+
+
+def _piecewise(job: Job) -> bool:
+    """Whether routed experts are nn/expert_swiglu.py: it keeps the products of gate and up, and takes rows as they
+    arrive."""
+    return _eager(job) and job.stack.by_hand
 
 
 def _routing(job: Job) -> float:
@@ -147,7 +154,7 @@ def _routing(job: Job) -> float:
 
 def _eager_routing(job: Job) -> float:
     """What nn/router.py and nn/experts.py keep: scores and weights in float32 at least, choices and orders as
-    int64, the rows before the experts and after, the shared experts' gate."""
+    int64, the rows that reach this rank's experts and those that come back, the shared experts' gate."""
     experts, item = job.model.experts, job.itemsize
     rows = float(job.tokens)  # whole also under sequence parallel
     exact, choices, copies = max(4, item), rows * experts.top_k, routed_rows(job) * job.imbalance
@@ -156,8 +163,9 @@ def _eager_routing(job: Job) -> float:
         found += exact * (rows + job.micro_batch * (experts.count + 1))
     if experts.normalize_top_k:
         found += exact * (choices + rows)
-    found += 8 * choices + 16 * copies + item * choices
-    found += 2 * copies * item * job.model.hidden
+    found += (8 + 16 + item) * choices
+    found += 16 * copies if job.ep > 1 and not _piecewise(job) else 0
+    found += (copies + choices) * item * job.model.hidden
     if experts.shared_gate:
         found += job.tokens * item * (job.model.hidden + 1)
     return found

@@ -7,17 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.config.tree import Model
+from fivefold.nn.by_hand import by_hand
+from fivefold.nn.expert_swiglu import expert_swiglu
 from fivefold.nn.feed_forward import make_feed_forward, swiglu
-from fivefold.nn.grouped import GroupedLinear, copied_in_order
+from fivefold.nn.grouped import GroupedLinear, copied_in_order, inverse, sorted_by_expert
 from fivefold.nn.router import Choice, Router, Routing
 
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Rows `[rows, hidden]`, those of the first expert first, and how many of them each expert has → the same."""
+"""Rows `[rows, hidden]` and how many of each source each expert has, `[sources, experts]` → results of these rows.
+Those of the first source come first; each source's are sorted by expert."""
 
 
 def here(compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
     """Computes the rows of all experts on this rank."""
-    return compute(rows, counts)
+    return compute(rows, counts.unsqueeze(0))
 
 
 class Experts(nn.Module):
@@ -53,8 +56,7 @@ class Experts(nn.Module):
         tokens, top_k = choice.experts.shape
         by_expert = choice.experts.flatten().argsort(stable=True)
         counts = choice.routing.counts
-        back = torch.empty_like(by_expert)
-        back[by_expert] = torch.arange(len(by_expert), device=x.device)
+        back = inverse(by_expert)
         rows = copied_in_order(x, by_expert, back, top_k)
         rows = copied_in_order(self.exchange(self._compute, rows, counts), back, by_expert)
         weighted: Tensor = rows.view(tokens, top_k, x.shape[1]) * choice.weights.unsqueeze(-1)
@@ -62,4 +64,14 @@ class Experts(nn.Module):
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """As `Compute`, for the experts that this rank has."""
+        if by_hand(rows):
+            weights = self.gate.weight, self.up.weight, self.down.weight
+            return expert_swiglu(rows, *weights, counts.flatten().tolist())
+        if len(counts) == 1:
+            return self._projected(rows, counts[0])
+        order, back = sorted_by_expert(counts)
+        results = self._projected(copied_in_order(rows, order, back), counts.sum(0))
+        return copied_in_order(results, back, order)
+
+    def _projected(self, rows: Tensor, counts: Tensor) -> Tensor:
         return self.down(swiglu(self.gate(rows, counts), self.up(rows, counts)), counts)  # type: ignore[no-any-return]

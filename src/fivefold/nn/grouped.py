@@ -134,6 +134,24 @@ def copied_in_order(x: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> 
     return _Chosen.apply(x, order, back, copies)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def inverse(order: Tensor) -> Tensor:
+    """Where each row has gone: `order` says which row each place has."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return back
+
+
+def sorted_by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that brings rows sorted by source, then expert, to by expert, then source; and its inverse.
+
+    Args:
+        counts: `[sources, experts]`, rows of each.
+    """
+    experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+    order = experts.repeat_interleave(counts.flatten()).argsort(stable=True)
+    return order, inverse(order)
+
+
 class GroupedLinear(nn.Module):
     """A projection without bias for each of a number of experts."""
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fivefold.nn.expert_swiglu import EXPERT_PRODUCTS
 from fivefold.nn.grouped import ROWS_TIMES
 
 P = ParamSpec("P")
@@ -23,6 +24,7 @@ _KEPT = frozenset(
         torch.ops.aten.addmm.default,
         torch.ops.aten._grouped_mm.default,
         ROWS_TIMES,
+        EXPERT_PRODUCTS,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -37,22 +37,9 @@ class Exchange:
         dist.all_to_all_single(received, sent.contiguous(), group=self.group)
         leaving, arriving = sent.sum(1).tolist(), received.sum(1).tolist()
         arrived: Tensor = _AllToAll.apply(rows, leaving, arriving, self.group)  # type: ignore[no-untyped-call]
-        by_expert = _by_expert(received)
-        results = compute(arrived.index_select(0, by_expert), received.sum(0))
-        back = torch.empty_like(by_expert)
-        back[by_expert] = torch.arange(len(by_expert), device=rows.device)
-        returned: Tensor = _AllToAll.apply(results.index_select(0, back), arriving, leaving, self.group)  # type: ignore[no-untyped-call]
+        results = compute(arrived, received)
+        returned: Tensor = _AllToAll.apply(results, arriving, leaving, self.group)  # type: ignore[no-untyped-call]
         return returned
-
-
-def _by_expert(received: Tensor) -> Tensor:
-    """The order that brings rows sorted by rank, then expert, to by expert, then rank.
-
-    Args:
-        received: `[ranks, experts]`, rows of each.
-    """
-    experts = torch.arange(received.shape[1], device=received.device).repeat(received.shape[0])
-    return experts.repeat_interleave(received.flatten()).argsort(stable=True)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -46,7 +46,8 @@ def _in_forward(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Fi
 
     def watch(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor) and not bool(first.isfinite().all()):
                 culprits.append(name)
 
         return hook
