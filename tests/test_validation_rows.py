@@ -1,7 +1,7 @@
 """Files of runs that other people write: each row is predicted, or skipped with the column that lacks."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,9 @@ def validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[b
     return run
 
 
-def changed(**columns: str) -> bytes:
+def changed(lines: Sequence[str] = ROWS, **columns: str) -> bytes:
     """The rows with some cells written over; a column of None is left out."""
-    cells = [dict(zip(HEAD, line.split("\t"), strict=False)) | columns for line in ROWS]
+    cells = [dict(zip(HEAD, line.split("\t"), strict=False)) | columns for line in lines]
     return "\n".join(
         ["\t".join(HEAD), *("\t".join(row.get(name, "") for name in HEAD) for row in cells)]
     ).encode()
@@ -128,3 +128,15 @@ def test_a_quote_that_does_not_close_stays_in_its_line(validated: Any) -> None:
     lines = [SHIPPED[0], '"' + ROWS[0], *ROWS[1:]]
     found = validated("\n".join(lines).encode())
     assert [row["predicted"] for row in found] == [row["predicted"] for row in validated(PLAIN.encode())]
+
+
+def test_expert_traffic_that_a_row_says_is_overlapped_hides_under_products(
+    validated: Callable[[bytes], Any],
+) -> None:
+    experts = [line for line in SHIPPED if line.startswith("dgxc2505_dsv3_H100")]
+    plain, dual, megatron = (
+        validated(changed(experts, overlap_notes=notes))[0]["predicted"]
+        for notes in ("", "DualPipe", "overlap-moe-expert-parallel-comm")
+    )
+    assert plain > 1.05 * dual
+    assert dual == megatron

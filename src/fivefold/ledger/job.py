@@ -39,6 +39,8 @@ class Stack:
         overlap_tensor: tensor-parallel traffic runs under matmuls (user buffers, async TP).
         overlap_tensor_backward: only the backward's tensor-parallel traffic does (Megatron: under dgrad,
         wgrad). overlap_pipeline: messages between stages run under compute.
+        overlap_experts: tokens travel to experts under another micro-batch's products (DualPipe; Megatron's
+            1F1B with its all-to-all overlapped).
         fused_softmax: stored scores need batch · heads divisible by this for the one-kernel softmax
         (Megatron's
             fused kernel: 4); otherwise scale, mask, upcast, softmax and downcast pass one by one.
@@ -87,6 +89,7 @@ class Stack:
     overlap_parameters: bool = True
     overlap_tensor: bool = False
     overlap_tensor_backward: bool = False
+    overlap_experts: bool = False
     overlap_pipeline: bool = True
     fused_softmax: int = 1
     fused_loss: bool = False

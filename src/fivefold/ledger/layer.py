@@ -93,10 +93,14 @@ def _stream(job: Job, moved: float) -> float:
 
 def _hide(job: Job, item: Row, matmuls: float, core: float) -> Row:
     """What of a layer's traffic its own compute hides: tensor traffic under matmuls where the stack overlaps
-    it, ring attention's messages under the blocks of attention; expert traffic is waited for."""
+    it, and expert traffic likewise; ring attention's messages under the blocks of attention."""
     backward = job.stack.overlap_tensor_backward and item.phase == "backward"
     if item.axis == "tp" and (job.stack.overlap_tensor or backward):
         hidden = min(item.seconds * job.physics.tensor_overlap, matmuls)
+        return item.exposing(item.seconds - (1 - job.physics.sharing) * hidden)
+    if item.axis == "ep" and job.stack.overlap_experts:
+        window = matmuls if item.phase == "forward" else 2 * matmuls
+        hidden = min(item.seconds, window)
         return item.exposing(item.seconds - (1 - job.physics.sharing) * hidden)
     if item.axis == "cp" and item.primitive == "send":
         window = core if item.phase == "forward" else 2 * core

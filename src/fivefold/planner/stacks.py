@@ -100,6 +100,9 @@ def stack_of(row: Columns) -> Stack:
         overlap_tensor=says(row, r"userbuffer|tp-comm-overlap|async ?TP")
         and not says(row, r"tp_comm_overlap (off|False)|vanilla TP"),
         overlap_tensor_backward=is_hopper_or_newer(row) and megatron(row),
+        overlap_experts=says(
+            row, r"DualPipe|overlap-moe-expert-parallel-comm|(a2a|all-to-all|dispatch)[ -](is |are )?overlap"
+        ),
         dispatch_once=says(row, r"Megatron-Bridge|DeepEP|HybridEP"),
         overlap_pipeline=True,
         fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge") or compiled,
