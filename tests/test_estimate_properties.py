@@ -1,5 +1,6 @@
 """Estimates of any layout hold together, and every refusal is one line with a number."""
 
+import dataclasses
 import json
 import re
 from itertools import product
@@ -15,7 +16,7 @@ from fivefold.config.errors import BadInput
 from fivefold.config.load import load, preset_names
 from fivefold.config.tree import Parallel
 from fivefold.ledger.total import estimate
-from fivefold.planner.document import document
+from fivefold.planner.document import document, reason
 from fivefold.planner.explain import explain, lines
 from fivefold.planner.jobs import job_of
 
@@ -116,3 +117,13 @@ def test_every_switch_on_or_off(model: str, tmp_path: Path) -> None:
         estimated += 1
         assert estimate(job).time.step > 0
     assert estimated >= 32
+
+
+@pytest.mark.parametrize(("margin", "says"), [(1.2, "fits"), (1.01, "closer than peaks"), (0.99, "missing")])
+def test_says_where_a_fit_is_closer_than_peaks_are_predicted(margin: float, says: str) -> None:
+    job = job_of(load("quickstart"))
+    memory = round(estimate(job).fullest.memory.peak * margin)
+    device = replace(job.hardware.device, memory=memory)
+    text = reason(estimate(dataclasses.replace(job, hardware=replace(job.hardware, device=device))))
+    assert says in text
+    assert ("closer" in text) == (margin == 1.01)

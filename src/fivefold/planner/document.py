@@ -26,6 +26,10 @@ LAYOUT = (
 )
 
 
+PEAK_ERROR = 0.05
+"""Of predicted peaks, the median of the sources' medians: `fivefold validate`."""
+
+
 def title_of(config: Config) -> str:
     """What a page is about: the model on the cluster."""
     model = config.model.preset or f"{config.model.layers} layers of {config.model.hidden}"
@@ -62,7 +66,12 @@ def reason(ledger: Ledger) -> str:
     have = capacity / 2**30
     where = f"pipeline rank {full.rank} ({full.layers} layers) needs {need:.2f} GiB of {have:.2f} GiB"
     if ledger.fits:
-        return f"fits: {where}"
+        near = (
+            f"; closer than peaks are predicted, {PEAK_ERROR:.0%} in the median"
+            if have < need * (1 + PEAK_ERROR)
+            else ""
+        )
+        return f"fits: {where}{near}"
     return f"does not fit: {where}; {bytes_text(full.memory.peak - capacity)} are missing"
 
 
