@@ -1,6 +1,6 @@
 """Where a number that is not finite came from: the first module, rank, micro-batch and samples."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ def _in_forward(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Fi
         return hook
 
     module = model.module
-    names = [name for name, _ in module.named_modules()]
+    names = list(_as_they_end(module))
     hooks = [part.register_forward_hook(watch(name)) for name, part in module.named_modules()]
     found = None
     try:
@@ -68,6 +68,14 @@ def _in_forward(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Fi
         for hook in hooks:
             hook.remove()
     return found
+
+
+def _as_they_end(module: nn.Module, name: str = "") -> Iterator[str]:
+    """Names of a module and all below it, what it contains first: one rank's bad output of a part is another rank's bad
+    output of the whole."""
+    for part, child in module.named_children():
+        yield from _as_they_end(child, f"{name}.{part}" if name else part)
+    yield name
 
 
 def _in_gradients(model: ParallelModel) -> Finding | None:
