@@ -18,7 +18,7 @@ from torch import Tensor
 from fivefold.nn import loss, router
 from fivefold.nn.experts import Experts
 from fivefold.nn.router import Router
-from fivefold.parallel import apply, bucket, expert, pipeline, ring, tensor, ulysses
+from fivefold.parallel import apply, expert, pipeline, ring, synchronise, tensor, ulysses
 from fivefold.parallel.bucket import Bucket
 from fivefold.parallel.data import DataParallel
 from fivefold.spec.mesh import Mesh
@@ -351,17 +351,15 @@ def context_gradients_not_summed() -> Any:
     """Gradients are summed over dp_shard only, as if every cp rank had seen all tokens."""
 
     def make(before: Any) -> Any:
-        def all_reduce(flat: Tensor, *arguments: Any, **options: Any) -> Any:
-            kept = flat.clone()
-            work = before(flat, *arguments, **options)
-            if options.get("async_op"):
-                work.wait()
-                flat.copy_(kept)
-            return work
+        def all_reduce(collectives: Any, tensor: Tensor) -> Any:
+            kept = tensor.clone()
+            before(collectives, tensor).wait()
+            tensor.copy_(kept)
+            return synchronise.Done()
 
         return all_reduce
 
-    return swapped(bucket.dist, "all_reduce", make)
+    return swapped(synchronise.Collectives, "all_reduce", make)
 
 
 # Experts
