@@ -13,7 +13,7 @@ from fivefold.cli.main import main
 from fivefold.config.tree import Machine
 from ranks import Ranks
 from test_dropout import trained
-from test_parity import check
+from test_parity import all_errors, check
 from toy import MODEL, reference, toy_config
 
 
@@ -45,4 +45,8 @@ def test_compiled_layers_equal_one_process(ranks: Ranks, recompute: str) -> None
         )
         config = replace(config, model=replace(MODEL, dropout=0.1), machine=Machine(compile=True))
         plain = replace(config, machine=Machine())
-        check(trained(ranks, config, world_size, timeout=900.0), reference(plain), 1e-5)
+        expected = reference(plain)
+        exact = reference(replace(plain, precision=replace(plain.precision, dtype="float64")))
+        # AdamW divides each element by its own size: those that are all rounding move by as much as any.
+        updated = 3 * max(e for name, e in all_errors(expected, exact).items() if not name.startswith("grad"))
+        check(trained(ranks, config, world_size, timeout=900.0), expected, 1e-5, min(updated, 1e-4))
