@@ -275,9 +275,8 @@ def size(wish: Wish) -> int:
     """How many layouts the space has."""
     count = 0
     ways: dict[tuple[int, int], tuple[int, int]] = {}  # points with and without a split backward
-    splits: dict[
-        tuple[int, int, int, bool], tuple[int, int]
-    ] = {}  # divisions of the data-parallel ranks of each
+    # divisions of the data-parallel ranks of each
+    splits: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
     for group in groups(wish):
         pipe = group.pp, group.microbatches
         data = group.data_parallel, group.shape.cp, group.shape.ep, group.pp > 1
