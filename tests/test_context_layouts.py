@@ -110,19 +110,31 @@ def test_learned_positions_are_those_in_the_sequence(ranks: Ranks, context: str)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("context", ["ring", "ulysses"])
-def test_half_precision_is_as_close_as_one_process(ranks: Ranks, context: str) -> None:
-    """As far from float64 as one process is, and no more than half of that farther. (What changes when rows change
-    places, the rule elsewhere, is less than rounding: the ring joins its pieces in float32, where one process
-    rounds.)"""
+def test_ulysses_in_half_precision_differs_no_more_than_a_permutation_does(ranks: Ranks) -> None:
+    """At most 3 × what one process shows when the rows of its micro-batches change places."""
+    alone = toy_config(dtype="bf16", global_batch=8, micro_batch=2)
+    expected = ranks.run(train_on_ranks, alone, world_size=1, timeout=300)[0]
+    others = [
+        worst_by_kind(ranks.run(train_on_ranks, alone, seed, world_size=1, timeout=300)[0], expected)
+        for seed in (1, 2, 3)
+    ]
+    for name, error in worst_by_kind(train(ranks, in_bf16("ulysses")), expected).items():
+        assert error <= 3 * max(other[name] for other in others), f"{name}: {error:.1e}"
+
+
+@pytest.mark.full
+def test_the_ring_in_half_precision_is_as_close_to_float64_as_one_process(ranks: Ranks) -> None:
+    """And no more than half of that farther. What changes when rows change places, the rule elsewhere, is less than
+    rounding: the ring joins its pieces in float32, where one process rounds."""
     alone = toy_config(dtype="bf16", global_batch=8, micro_batch=2)
     exact = reference(replace(alone, precision=replace(alone.precision, dtype="float64")))
     rounding = worst_by_kind(ranks.run(train_on_ranks, alone, world_size=1, timeout=300)[0], exact)
-    config = toy_config(
-        dtype="bf16", global_batch=8, micro_batch=2, dp_shard=1, cp=2, zero=1, context=context
-    )
-    for name, error in worst_by_kind(train(ranks, config), exact).items():
+    for name, error in worst_by_kind(train(ranks, in_bf16("ring")), exact).items():
         assert error <= 1.5 * rounding[name], f"{name}: {error:.1e}"
+
+
+def in_bf16(context: str) -> Config:
+    return toy_config(dtype="bf16", global_batch=8, micro_batch=2, dp_shard=1, cp=2, zero=1, context=context)
 
 
 def test_dropout_is_that_of_the_whole_sequence(ranks: Ranks) -> None:
