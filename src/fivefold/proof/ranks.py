@@ -218,6 +218,9 @@ def _serve(pipe: connection.Connection, rank: int, backend: str | None, environm
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is the parent's to tell of; this process ends with it
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
