@@ -13,6 +13,9 @@ from fivefold.spec.parts import Part
 from fivefold.trainer.optimizer import LocalOptimizer
 
 
+COMPRESSION = "compression."  # begins the names of what compression keeps
+
+
 @dataclass(slots=True)
 class Counters:
     """How far a run has come.
@@ -89,30 +92,43 @@ def compression_state(model: ParallelModel) -> list[Kept]:
             else:
                 part, shape = Part((0,) * value.dim(), tuple(value.shape)), tuple(value.shape)
                 row, rows = bucket.place
-            found.append(Kept(f"compression.{key}", value, part, shape, row, rows, is_own))
+            found.append(Kept(f"{COMPRESSION}{key}", value, part, shape, row, rows, is_own))
     return found
 
 
 class Regrouped:
     """Loads what compression kept on another number of ranks: rows r, r + n, r + 2n, … are summed into rank r's.
 
-    What ranks share starts anew: it is a guess that improves by itself.
+    What ranks share starts anew: it is a guess that improves by itself. So does what the checkpoint does not hold: the
+    run was compressed in another way before, or not at all.
     """
 
     def __init__(self, model: ParallelModel, shapes: Mapping[str, tuple[Sequence[int], Any]]) -> None:
         """`shapes`: of the stored tensors, by name."""
         self._slabs: list[tuple[Kept, Tensor]] = []
-        self.tensors: dict[str, Tensor | Piece] = {}
+        self._tensors: dict[str, Tensor | Piece] = {}
+        self._new: set[str] = set()
         for each in compression_state(model):
-            stored = tuple(shapes[each.key][0]) if each.key in shapes else (each.rows,)
-            if stored[0] == each.rows:
+            if each.key not in shapes:
+                self._new.add(each.key)
                 continue
-            rows = stored[0] if each.is_own else 0
-            slab = each.value.new_empty(rows, *each.part.shape)
-            part = Part((0, *each.part.starts), (rows, *each.part.shape))
-            self.tensors[each.key] = Piece(slab, part, (stored[0], *each.shape))
+            stored = tuple(shapes[each.key][0])
+            if stored == (each.rows, *each.shape):
+                continue
+            rows, kept = (
+                (stored[0], each.part) if each.is_own else (0, Part((0,) * (len(stored) - 1), stored[1:]))
+            )
+            slab = each.value.new_empty(rows, *kept.shape)
+            part = Part((0, *kept.starts), (rows, *kept.shape))
+            self._tensors[each.key] = Piece(
+                slab, part, (stored[0], *(each.shape if each.is_own else stored[1:]))
+            )
             if each.is_own:
                 self._slabs.append((each, slab))
+
+    def asked(self, state: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
+        """What is to be loaded in place of a run's `state`."""
+        return {name: tensor for name, tensor in (state | self._tensors).items() if name not in self._new}
 
     def adopt(self) -> None:
         """After loading."""
