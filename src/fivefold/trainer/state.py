@@ -12,7 +12,6 @@ from fivefold.parallel.local import Piece
 from fivefold.spec.parts import Part
 from fivefold.trainer.optimizer import LocalOptimizer
 
-
 COMPRESSION = "compression."  # begins the names of what compression keeps
 
 
@@ -128,7 +127,7 @@ class Regrouped:
 
     def asked(self, state: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
         """What is to be loaded in place of a run's `state`."""
-        return {name: tensor for name, tensor in (state | self._tensors).items() if name not in self._new}
+        return {name: tensor for name, tensor in {**state, **self._tensors}.items() if name not in self._new}
 
     def adopt(self) -> None:
         """After loading."""
