@@ -48,10 +48,6 @@ class Device(Struct, frozen=True, forbid_unknown_fields=True):
             return _rate(self.matmul, precision)
         return self.peak_of(precision) * self.matmul["bf16"] / self.peak["bf16"]
 
-    def attention_of(self, kernel: str) -> float:
-        """Forward rate of an attention kernel in FLOP/s; FlashAttention-1 is told apart where it was measured."""
-        return self.attention.get(kernel) or self.attention["flash"]
-
 
 class Node(Struct, frozen=True, forbid_unknown_fields=True):
     """The fast domain. `bandwidth` is what a ring reaches, in bytes/s per device and direction (busbw)."""

@@ -12,7 +12,7 @@ from fivefold.spec.mesh import ranks_of_a_host
 from fivefold.spec.synchronisation import Algorithm
 
 Recompute = Literal["none", "attention", "elementwise", "full"]
-Attention = Literal["unfused", "flash1", "flash", "fused", "blocked"]
+Attention = Literal["unfused", "flash", "fused", "blocked"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def core_seconds(core: Core, job: Job) -> tuple[float, float]:
     if job.stack.attention == "unfused":
         return _unfused(core, job)
     physics, device = job.physics, job.hardware.device
-    rate = device.attention_of(job.stack.attention)
+    rate = device.attention[job.stack.attention]
     if device.is_cpu:  # measured in training, at the lengths CPUs train on
         forward = core.causal_flops / rate
         return forward, (2.0 if job.stack.attention == "blocked" else 2.5) * forward

@@ -37,8 +37,6 @@ def attention(row: Columns) -> Attention:
     if says(row, r"transformer-impl=local") and not says(row, r"flash"):
         return "unfused"
     if not is_hopper_or_newer(row):
-        if says(row, r"flash attention \(v1|MosaicML|FlashAttention-1"):
-            return "flash1"
         return "flash" if says(row, r"flash|FSDP|transformer_engine|NeMo") else "unfused"
     return "fused" if megatron(row) or says(row, r"MaxText") else "flash"
 
