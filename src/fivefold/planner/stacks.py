@@ -87,7 +87,7 @@ def stack_of(row: Columns) -> Stack:
     )
     return Stack(
         attention=attention(row),
-        fused=megatron(row) or says(row, r"nanotron"),
+        fused=megatron(row) or says(row, r"nanotron|fused (layer ?norm|dropout|kernels)"),
         compiled=compiled,
         dropout=dropout(row),
         compute_copy=copy,
@@ -105,7 +105,8 @@ def stack_of(row: Columns) -> Stack:
         ),
         dispatch_once=says(row, r"Megatron-Bridge|DeepEP|HybridEP"),
         overlap_pipeline=not says(row, r"DeepSpeed|BLOOM"),
-        fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge") or compiled,
+        fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge|(fused|apex) cross-?entropy|fused classifier")
+        or compiled,
         loss_bytes=6.0 if megatron(row) else 12.0 if compiled else 14.0,
         early_stop=says(row, r"torchtitan"),
         returns_logits=says(row, r"torchtitan"),
