@@ -50,7 +50,9 @@ def _row(job: Job, phase: str, count: int, size: float, formula: str) -> Row:
     """`count` all-to-alls of `size` bytes together."""
     local, domains = job.expert_group()
     each = size / count
-    found = row(job, "ep", "all_to_all", phase, count=count, size=each, group=(local, domains), formula=formula)
+    found = row(
+        job, "ep", "all_to_all", phase, count=count, size=each, group=(local, domains), formula=formula
+    )
     if not job.stack.dispatch_once or domains == 1:
         return found
     seconds = count * _two_hops(job, each, local, domains)
