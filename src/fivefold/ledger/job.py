@@ -43,7 +43,8 @@ class Stack:
             1F1B with its all-to-all overlapped).
         fused_softmax: stored scores need batch · heads divisible by this for the one-kernel softmax
         (Megatron's
-            fused kernel: 4); otherwise scale, mask, upcast, softmax and downcast pass one by one.
+            fused kernel: 4); otherwise, and always where it is 0 (eager torch), scale, mask, upcast, softmax and
+            downcast pass one by one.
         fused_loss: cross-entropy is one kernel.
         loss_bytes: bytes a logit takes at the loss's fullest: 6 where softmax and gradient are made in
         place of
@@ -61,8 +62,8 @@ class Stack:
         sums_in_part: gradients that tensor-parallel ranks compute in part (norms, routers, replicated KV heads) are
             summed in the rows.
         ring_gradient: bytes of a gradient of keys and values on the ring; 0 = as an activation.
-        dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
-            same kernel (DeepEP, HybridEP); otherwise once per expert.
+        dispatch_once: a token crosses the network once to each node, and goes once to each rank, that holds some of
+            its experts, permuted in the same kernel (DeepEP, HybridEP); otherwise once per expert.
         bucket_bytes: flat buffers that gradients and parameters pass through on the wire (DeepSpeed: two of 5e8
             elements).
         graphs: kernels are launched as recorded graphs, not one by one by the host.
