@@ -34,12 +34,6 @@ def shard_degrees(job: Job) -> tuple[int, int]:
     return dense, max(1, dense * job.tp // (job.ep * job.expert_width_split))
 
 
-def replica_degrees(job: Job) -> tuple[int, int]:
-    """Ranks whose gradients of dense, and of expert, parameters are summed."""
-    dense, expert = shard_degrees(job)
-    return dense * job.dp_replicate, expert * job.dp_replicate
-
-
 def states(job: Job, share: Share, whole: Share) -> States:
     """Bytes of parameters, gradients and optimizer state, each part split as zero says; `whole` is the share before any
     of it is filled up to be split."""

@@ -182,9 +182,6 @@ class Job:
         """What sequence parallel divides activations between tensor-parallel regions by."""
         return self.tp if self.sequence_parallel else 1
 
-    def is_expert_layer(self, layer: int) -> bool:
-        return bool(self.model.experts.count) and layer >= self.model.experts.dense_layers
-
     def group(self, *axes: str) -> tuple[int, int]:
         """(ranks inside a fast domain, domains) of the group along neighbouring axes."""
         inner_to_outer = ("tp", "cp", "dp_shard", "dp_replicate", "pp")

@@ -11,8 +11,6 @@ from fivefold.ledger.total import estimate, traffic_of
 from fivefold.observe.memory import MemoryByCategory
 from fivefold.spec.schedules import SPLITS_BACKWARD
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
-
 
 class Seen(Protocol):
     """What one rank measured; `traffic_of_memory` is that of the step whose `memory` it is."""

@@ -12,7 +12,7 @@ from fivefold.config.load import dump
 from fivefold.config.tree import Config, Run
 from fivefold.trainer import shelf
 
-CONFIG, CHECKPOINTS, TOKENIZER, METRICS = "config.toml", "checkpoints", "tokenizer.json", "metrics.jsonl"
+CONFIG, CHECKPOINTS, TOKENIZER = "config.toml", "checkpoints", "tokenizer.json"
 RUNS = Path("runs")
 
 

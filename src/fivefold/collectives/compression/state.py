@@ -1,6 +1,6 @@
-"""What a compressor remembers between steps, by parameter, and how it survives a change of the number of ranks."""
+"""What a compressor remembers between steps, by parameter (on another number of ranks: `trainer.state.Regrouped`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -55,21 +55,3 @@ class Memory:
     def _get(self, key: str, like: Tensor) -> Tensor:
         found = self._pending.get(key, self._kept.get(key))
         return torch.zeros_like(like) if found is None else found.view(like.shape)
-
-
-def resharded(states: Sequence[Mapping[str, Tensor]], ranks: int) -> list[State]:
-    """The states of `ranks` ranks that together keep what those of `len(states)` ranks kept.
-
-    New rank r takes the sum of the old ranks r, r + n', r + 2n', …; with more ranks than before, some start with
-    nothing. With as many as before every rank has its own again, bit for bit.
-    """
-    found: list[State] = [{} for _ in range(ranks)]
-    for rank, state in enumerate(states):
-        mine = found[rank % ranks]
-        for key, value in state.items():
-            if key.startswith(SHARED):
-                for each in found:
-                    each.setdefault(key, value)
-            else:
-                mine[key] = mine[key] + value if key in mine else value
-    return found
