@@ -73,7 +73,8 @@ def serve() -> None:
 def _parts() -> dict[str, Callable[[], None]]:
     import torch
 
-    from fivefold.config.tree import Experts, Machine, Model
+    from fivefold.config.model import Experts, Model
+    from fivefold.config.tree import Machine
     from fivefold.nn.attention import Segments
     from fivefold.nn.decoder import Decoder
     from fivefold.nn.loss import cross_entropy_sum

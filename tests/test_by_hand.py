@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.by_hand import by_hand
 from fivefold.nn.feed_forward import swiglu
 from fivefold.nn.grouped import copied_in_order

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.config.tree import Model, RopeScaling
+from fivefold.config.model import Model, RopeScaling
 from fivefold.nn.attention import Segments, causal_attention
 from fivefold.nn.causal_attention import blocked_causal_attention
 from fivefold.nn.decoder import Decoder

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder, Row
-from fivefold.config.tree import Experts as Options
-from fivefold.config.tree import Model
+from fivefold.config.model import Experts as Options
+from fivefold.config.model import Model
 from fivefold.nn.experts import Experts
 from fivefold.parallel.expert import Exchange
 from fivefold.parallel.mesh import new_group

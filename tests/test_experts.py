@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 
-from fivefold.config.tree import Experts as Options
-from fivefold.config.tree import Model
+from fivefold.config.model import Experts as Options
+from fivefold.config.model import Model
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.expert_swiglu import expert_swiglu

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fivefold.config.tree import Config, Experts, LatentAttention, Model
+from fivefold.config.model import Experts, LatentAttention, Model
+from fivefold.config.tree import Config
 from fivefold.ledger import activations, flops, hardware
 from fivefold.ledger.job import Job, Stack
 from fivefold.ledger.operations import head, layer

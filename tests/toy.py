@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.record import Recorder
-from fivefold.config.tree import Batch, Config, Model, Optimizer, Parallel, Precision, Run, Schedule
+from fivefold.config.model import Model
+from fivefold.config.tree import Batch, Config, Optimizer, Parallel, Precision, Run, Schedule
 from fivefold.data.rows import Batch as Rows
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.compression import Compression
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.physics import Physics

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.hardware import Device
 from fivefold.ledger.job import Job
 from fivefold.ledger.operations import Matmul

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.job import Job
 from fivefold.ledger.operations import loss_chunks
 from fivefold.ledger.shards import StageContent, representatives

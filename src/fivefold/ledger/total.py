@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger import activations, data, flops, muon, pipeline, tensor
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage

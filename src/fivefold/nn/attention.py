@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.by_hand import by_hand
 from fivefold.nn.causal_attention import blocked_causal_attention
 from fivefold.nn.norm import RMSNorm

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.attention import Attention, Segments
 from fivefold.nn.dropout import drop, site_keys, site_number, token_keys
 from fivefold.nn.experts import Experts

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.by_hand import by_hand
 from fivefold.nn.expert_swiglu import expert_swiglu
 from fivefold.nn.feed_forward import make_feed_forward, swiglu

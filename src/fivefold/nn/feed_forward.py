@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.by_hand import by_hand
 from fivefold.nn.region import Projection
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.by_hand import by_hand
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fivefold.config.tree import Model, RopeScaling
+from fivefold.config.model import Model, RopeScaling
 from fivefold.nn.by_hand import by_hand
 
 Rotary = tuple[Tensor, Tensor]

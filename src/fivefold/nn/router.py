@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.tree import Experts, Model
+from fivefold.config.model import Experts, Model
 
 
 class Routing(NamedTuple):

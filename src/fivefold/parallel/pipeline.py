@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fivefold.collectives.record import Recorder
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.inputs import Inputs

@@ -9,7 +9,8 @@ from math import lcm
 
 from msgspec.structs import replace
 
-from fivefold.config.tree import Batch, Config, Data, Model, Precision, Run, Schedule
+from fivefold.config.model import Model
+from fivefold.config.tree import Batch, Config, Data, Precision, Run, Schedule
 from fivefold.spec.mesh import resolve
 from fivefold.spec.schedules import chunks_of, is_legal
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
 Unit = Literal["heads", "KV heads", "columns", "vocabulary rows", "experts"]

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from math import gcd
 
 from fivefold.config.errors import ConfigError, nearest, nearest_multiples
-from fivefold.config.tree import Config, Data, Model, Parallel
+from fivefold.config.model import Model
+from fivefold.config.tree import Config, Data, Parallel
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
 from fivefold.spec.layout import Axis, Owned, Unit, table
 from fivefold.spec.mesh import Mesh, resolve

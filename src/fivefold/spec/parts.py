@@ -3,7 +3,7 @@
 from math import prod
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.spec.layout import Owned, Placement, Split, placements
 from fivefold.spec.legal import units
 from fivefold.spec.mesh import Mesh

@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from fivefold.config.errors import ConfigError
-from fivefold.config.tree import Model, Parallel
+from fivefold.config.model import Model
+from fivefold.config.tree import Parallel
 from fivefold.spec.mesh import Mesh
 from fivefold.spec.parameters import Parameter, parameters
 from fivefold.spec.schedules import V_SHAPED

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.parallel.apply import ParallelModel
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import MicroBatch
