@@ -23,7 +23,7 @@ from fivefold.parallel.bucket import Bucket
 from fivefold.parallel.data import DataParallel
 from fivefold.spec.mesh import Mesh
 from fivefold.trainer import step
-from fivefold.trainer.agree import Agreement
+from fivefold.trainer.agreement import Agreement
 from fivefold.trainer.batches import MicroBatch
 from fivefold.trainer.muon import Exchange
 from fivefold.trainer.optimizer import LocalOptimizer
@@ -89,7 +89,7 @@ def kv_copies_not_summed() -> Any:
 
 def region_gradient_not_summed() -> Any:
     """The backward all-reduce at a region's entrance is missing."""
-    return swapped(tensor._SumGradients, "backward", lambda _: staticmethod(lambda ctx, slope: (slope, None)))
+    return swapped(tensor._SumGradients, "backward", lambda _: staticmethod(lambda ctx, grad: (grad, None)))
 
 
 def regions_end_in_means() -> Any:
@@ -313,8 +313,8 @@ def positions_start_at_zero() -> Any:
 
 def ring_backward_scaled() -> Any:
     def make(before: Any) -> Any:
-        def backward(ctx: Any, slope: Tensor) -> Any:
-            query, key, *rest = before.__func__(ctx, slope)
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            query, key, *rest = before.__func__(ctx, grad)
             return query, key * 1.25, *rest
 
         return staticmethod(backward)
@@ -384,8 +384,8 @@ def expert_gradients_doubled() -> Any:
     """The backward of dispatch multiplies by the ranks."""
 
     def make(before: Any) -> Any:
-        def backward(ctx: Any, slope: Tensor) -> Any:
-            found, *rest = before.__func__(ctx, slope)
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            found, *rest = before.__func__(ctx, grad)
             return found * ctx.group.size(), *rest
 
         return staticmethod(backward)
@@ -468,7 +468,7 @@ def stage_gradient_cast() -> Any:
 
         return give
 
-    return swapped(pipeline._Mail, "give", make)
+    return swapped(pipeline._Transfers, "give", make)
 
 
 # Agreement

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.injected_fault
 class Fault(NamedTuple):
     """A fault, where it is put, and what verify must say: the axis, a part of the module's name, the kind of wrong."""
 
-    sabotage: Callable[[], Any]
+    inject: Callable[[], Any]
     layout: dict[str, Any]
     axis: str
     module: str
@@ -115,30 +115,28 @@ def check(fault: Fault, case: Case) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(
-            fault, id=fault.sabotage.__name__, marks=() if fault.sabotage in FEW else pytest.mark.full
-        )
+        pytest.param(fault, id=fault.inject.__name__, marks=() if fault.inject in FEW else pytest.mark.full)
         for fault in FAULTS
     ],
 )
 def test_fault_is_found_and_named(verifier: Verifier, fault: Fault) -> None:
-    verifier.sabotage = fault.sabotage
+    verifier.fault = fault.inject
     check(fault, verifier.case(config_of(fault), ["float64"]))
 
 
 def test_every_fault_still_finds_what_it_breaks() -> None:
     """Most are only tried in the full run: a name that has moved shows here."""
     for fault in FAULTS:
-        with fault.sabotage():
+        with fault.inject():
             pass
 
 
 def test_no_false_alarm(verifier: Verifier) -> None:
     """Each layout above, healthy."""
-    verifier.sabotage = faults.nothing
+    verifier.fault = faults.nothing
     seen = []
     for fault in FAULTS:
-        if fault.sabotage not in FEW:
+        if fault.inject not in FEW:
             continue
         case = verifier.case(config_of(fault), ["float64"])
         assert case.passed, case.document()

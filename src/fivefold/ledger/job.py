@@ -23,7 +23,7 @@ class Stack:
         attention: scores in memory; FlashAttention-2; the vendor's newest kernel (cuDNN, FA3); or blocks of
             queries that keep their probabilities (nn/causal_attention.py, CPUs).
         fused: norms and activations are one kernel each and keep only their inputs.
-        by_hand: eager, but norms, SwiGLU and rotary keep only their inputs (nn/by_hand.py).
+        manual_backward: eager, but norms, SwiGLU and rotary keep only their inputs (nn/manual_backward.py).
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
@@ -74,7 +74,7 @@ class Stack:
 
     attention: Attention = "flash"
     fused: bool = False
-    by_hand: bool = False
+    manual_backward: bool = False
     compiled: bool = False
     dropout: bool = False
     compute_copy: int = 2

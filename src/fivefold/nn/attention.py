@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import Model
-from fivefold.nn.by_hand import by_hand
 from fivefold.nn.causal_attention import blocked_causal_attention
+from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.nn.norm import RMSNorm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.region import Projection
@@ -67,7 +67,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
         `[batch, heads, sequence, head_dim]`.
     """
     batch, heads, sequence, head_dim = query.shape
-    if by_hand(query) and keeps_probabilities(sequence, sequence):
+    if uses_manual_backward(query) and keeps_probabilities(sequence, sequence):
         return blocked_causal_attention(query, key, value, segments.documents)
     if segments.documents is None:
         return _flash(query, key, value)

@@ -79,7 +79,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, visible: Visible, keep: bo
     return Piece(out, normalizer, kept)
 
 
-class Slopes(NamedTuple):
+class Gradients(NamedTuple):
     """Gradients of query `[n, group, rows, head_dim]`, key and value `[n, keys, head_dim]`."""
 
     query: Tensor
@@ -93,20 +93,20 @@ def attend_backward(
     value: Tensor,
     visible: Visible,
     kept: list[Tensor],
-    slope: Tensor,
+    grad: Tensor,
     mean: Tensor,
-) -> Slopes:
+) -> Gradients:
     """The gradients of a piece whose probabilities were kept.
 
     Args:
-        slope: the gradient of the result, `[n, group, rows, head_dim]`. Of a query that sees other keys
+        grad: the gradient of the result, `[n, group, rows, head_dim]`. Of a query that sees other keys
             besides, times this piece's share in it, exp(normalizer − log Σ exp(score) of all).
-        mean: Σ slope · result over the last dim, `[n, group, rows, 1]`, times that share too.
+        mean: Σ grad · result over the last dim, `[n, group, rows, 1]`, times that share too.
     """
-    slopes = _no_slopes(query, key, value)
+    grads = _zero_gradients(query, key, value)
     for block, probabilities in zip(_blocks(query, key, visible, True), kept, strict=True):
-        _add_slopes(slopes, block, query, key, value, probabilities, slope, mean)
-    return slopes
+        _add_gradients(grads, block, query, key, value, probabilities, grad, mean)
+    return grads
 
 
 def attend_backward_again(
@@ -115,20 +115,20 @@ def attend_backward_again(
     value: Tensor,
     visible: Visible,
     normalizer: Tensor,
-    slope: Tensor,
+    grad: Tensor,
     mean: Tensor,
-) -> Slopes:
+) -> Gradients:
     """As `attend_backward`, the probabilities computed again.
 
     Args:
-        normalizer: log Σ exp(score) over all keys that a query sees, here or in other pieces, so that `slope`
+        normalizer: log Σ exp(score) over all keys that a query sees, here or in other pieces, so that `grad`
             and `mean` are those of the whole result.
     """
-    slopes = _no_slopes(query, key, value)
+    grads = _zero_gradients(query, key, value)
     for block in _blocks(query, key, visible, False):
         probabilities = _scores(query, key, visible, block).sub_(normalizer[block.at]).exp_()
-        _add_slopes(slopes, block, query, key, value, probabilities, slope, mean)
-    return slopes
+        _add_gradients(grads, block, query, key, value, probabilities, grad, mean)
+    return grads
 
 
 class _Block(NamedTuple):
@@ -170,30 +170,30 @@ def _scores(query: Tensor, key: Tensor, visible: Visible, block: _Block) -> Tens
     return scores
 
 
-def _no_slopes(query: Tensor, key: Tensor, value: Tensor) -> Slopes:
+def _zero_gradients(query: Tensor, key: Tensor, value: Tensor) -> Gradients:
     contiguous = torch.contiguous_format
-    return Slopes(*(torch.zeros_like(x, memory_format=contiguous) for x in (query, key, value)))
+    return Gradients(*(torch.zeros_like(x, memory_format=contiguous) for x in (query, key, value)))
 
 
-def _add_slopes(
-    slopes: Slopes,
+def _add_gradients(
+    grads: Gradients,
     block: _Block,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     probabilities: Tensor,
-    slope: Tensor,
+    grad: Tensor,
     mean: Tensor,
 ) -> None:
     """Adds what one block contributes."""
     scale = 1 / sqrt(query.shape[-1])
-    incoming = slope[block.at]
-    slopes.value[block.seen].baddbmm_(probabilities.flatten(1, 2).transpose(1, 2), incoming.flatten(1, 2))
-    score_slope = _rows(incoming, value[block.seen].transpose(1, 2))
-    score_slope.sub_(mean[block.at]).mul_(probabilities)
-    slopes.query[block.at] = _rows(score_slope, key[block.seen]).mul_(scale)
-    slopes.key[block.seen].baddbmm_(
-        score_slope.flatten(1, 2).transpose(1, 2), query[block.at].flatten(1, 2), alpha=scale
+    incoming = grad[block.at]
+    grads.value[block.seen].baddbmm_(probabilities.flatten(1, 2).transpose(1, 2), incoming.flatten(1, 2))
+    score_grad = _rows(incoming, value[block.seen].transpose(1, 2))
+    score_grad.sub_(mean[block.at]).mul_(probabilities)
+    grads.query[block.at] = _rows(score_grad, key[block.seen]).mul_(scale)
+    grads.key[block.seen].baddbmm_(
+        score_grad.flatten(1, 2).transpose(1, 2), query[block.at].flatten(1, 2), alpha=scale
     )
 
 

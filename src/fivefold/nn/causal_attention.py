@@ -69,26 +69,26 @@ class _BlockedCausal(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         queries, keys, values, out, *kept = ctx.saved_tensors
         batch, sequence, kv_heads, group, head_dim = out.shape
-        by_position = torch.unflatten(slope.transpose(1, 2), 2, (kv_heads, group))
+        by_position = torch.unflatten(grad.transpose(1, 2), 2, (kv_heads, group))
         mean = _rows((by_position * out).sum(dim=-1, keepdim=True))  # Σ_j p_ij · dp_ij
-        slopes = _rows(by_position)
-        query_slope = torch.empty_like(queries)
-        key_slope, value_slope = torch.zeros_like(keys), torch.zeros_like(values)
+        grads = _rows(by_position)
+        query_grad = torch.empty_like(queries)
+        key_grad, value_grad = torch.zeros_like(keys), torch.zeros_like(values)
         for (start, end), probabilities in zip(_blocks(sequence), kept, strict=True):
             rows = slice(start * group, end * group)
-            value_slope[:, :end].baddbmm_(probabilities.transpose(1, 2), slopes[:, rows])
-            score_slope = torch.bmm(slopes[:, rows], values[:, :end].transpose(1, 2))
-            score_slope.sub_(mean[:, rows]).mul_(probabilities)
-            query_slope[:, rows] = torch.bmm(score_slope, keys[:, :end])
-            key_slope[:, :end].baddbmm_(score_slope.transpose(1, 2), queries[:, rows])
-        by_head = query_slope.view(batch, kv_heads, sequence, group, head_dim).transpose(2, 3)
+            value_grad[:, :end].baddbmm_(probabilities.transpose(1, 2), grads[:, rows])
+            score_grad = torch.bmm(grads[:, rows], values[:, :end].transpose(1, 2))
+            score_grad.sub_(mean[:, rows]).mul_(probabilities)
+            query_grad[:, rows] = torch.bmm(score_grad, keys[:, :end])
+            key_grad[:, :end].baddbmm_(score_grad.transpose(1, 2), queries[:, rows])
+        by_head = query_grad.view(batch, kv_heads, sequence, group, head_dim).transpose(2, 3)
         result = by_head.new_empty(by_head.shape)
         torch.mul(by_head, 1 / sqrt(head_dim), out=result)
         shape = (batch, kv_heads, sequence, head_dim)
-        return result.flatten(1, 2), key_slope.view(shape), value_slope.view(shape), None
+        return result.flatten(1, 2), key_grad.view(shape), value_grad.view(shape), None
 
 
 def _blocks(sequence: int) -> list[tuple[int, int]]:

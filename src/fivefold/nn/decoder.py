@@ -12,7 +12,7 @@ from fivefold.nn.dropout import drop, site_keys, site_number, token_keys
 from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
 from fivefold.nn.inputs import Inputs
-from fivefold.nn.loss import carrying, cross_entropy_sum, with_gradient_of
+from fivefold.nn.loss import add_auxiliary_gradient, attach_auxiliary, cross_entropy_sum
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.region import WHOLE, Region
@@ -189,12 +189,12 @@ class Decoder(nn.Module):
             self._count(routings, tokens.device)
         auxiliary = self._auxiliary(routings, tokens_per_sequence)
         if not stage.last:
-            return x if auxiliary is None else carrying(x, auxiliary)
+            return x if auxiliary is None else attach_auxiliary(x, auxiliary)
         x = region.enter(self.norm(x))
         if labels is None:
             return head_logits(x, self.head.weight, self.head_shard)
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
-        return loss if auxiliary is None else with_gradient_of(loss, auxiliary)
+        return loss if auxiliary is None else add_auxiliary_gradient(loss, auxiliary)
 
     def compile_layers(self) -> None:
         """Training passes, whose shapes stay, go through torch.compile; all layers share what it makes.

@@ -84,8 +84,8 @@ class _ExpertSwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor, ...] = expert_gradients(slope.contiguous(), *ctx.saved_tensors, ctx.sizes)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: tuple[Tensor, ...] = expert_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.sizes)
         return *gradients, None
 
 
@@ -115,7 +115,7 @@ EXPERT_PRODUCTS = torch.ops.fivefold.expert_products.default
 
 @torch.library.custom_op("fivefold::expert_gradients", mutates_args=())
 def expert_gradients(
-    slope: Tensor,
+    grad: Tensor,
     x: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -131,9 +131,9 @@ def expert_gradients(
     scratch = x.new_empty(4, PIECE, gate.shape[1])
     for piece in _pieces(sizes, len(gate)):
         expert = piece.expert
-        slopes, rows, gates, ups = (piece.of(each) for each in (slope, x, gated, upped))
+        grads, rows, gates, ups = (piece.of(each) for each in (grad, x, gated, upped))
         inner, into_inner, into_gate, into_up = scratch[:, : len(rows)]
-        torch.mm(slopes, down[expert], out=into_inner)
+        torch.mm(grads, down[expert], out=into_inner)
         silu(gates, out=into_up)
         torch.mul(into_up, ups, out=inner)
         into_up.mul_(into_inner)
@@ -143,7 +143,7 @@ def expert_gradients(
         into_rows.addmm_(into_up, up[expert])
         piece.put(into_rows, into_x)
         piece.clear_others(inner, into_gate, into_up)
-        for total, left, right in zip(into, (into_gate, into_up, slopes), (rows, rows, inner), strict=True):
+        for total, left, right in zip(into, (into_gate, into_up, grads), (rows, rows, inner), strict=True):
             total[expert].addmm_(left.T, right, beta=float(seen[expert]))
         seen[expert] = True
     for expert, used in enumerate(seen):

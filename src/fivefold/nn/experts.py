@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.config.model import Model
-from fivefold.nn.by_hand import by_hand
 from fivefold.nn.expert_swiglu import expert_swiglu
 from fivefold.nn.feed_forward import make_feed_forward, swiglu
 from fivefold.nn.grouped import GroupedLinear, copied_in_order, inverse, sorted_by_expert
+from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.nn.router import Choice, Router, Routing
 
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -64,7 +64,7 @@ class Experts(nn.Module):
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """As `Compute`, for the experts that this rank has."""
-        if by_hand(rows):
+        if uses_manual_backward(rows):
             weights = self.gate.weight, self.up.weight, self.down.weight
             return expert_swiglu(rows, *weights, counts.flatten().tolist())
         if len(counts) == 1:

@@ -56,12 +56,12 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         return (
-            rows_times(slope, weight, ctx.sizes) if needs_x else None,
-            transposed_times(slope, x, ctx.sizes) if needs_weight else None,
+            rows_times(grad, weight, ctx.sizes) if needs_x else None,
+            transposed_times(grad, x, ctx.sizes) if needs_weight else None,
             None,
         )
 
@@ -82,10 +82,10 @@ ROWS_TIMES = torch.ops.fivefold.rows_times.default
 
 
 @torch.library.custom_op("fivefold::transposed_times", mutates_args=())
-def transposed_times(slope: Tensor, x: Tensor, sizes: list[int]) -> Tensor:
+def transposed_times(grad: Tensor, x: Tensor, sizes: list[int]) -> Tensor:
     """Of each group, `[rows, out]` transposed times `[rows, in]`."""
-    out = x.new_empty(len(sizes), slope.shape[1], x.shape[1])
-    for left, right, result in zip(torch.split(slope, sizes), torch.split(x, sizes), out, strict=True):
+    out = x.new_empty(len(sizes), grad.shape[1], x.shape[1])
+    for left, right, result in zip(torch.split(grad, sizes), torch.split(x, sizes), out, strict=True):
         whole = len(left) // TILE * TILE
         torch.mm(left[:whole].T, right[:whole], out=result)
         if whole < len(left):
@@ -111,9 +111,9 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        rows = slope.index_select(0, back)
+        rows = grad.index_select(0, back)
         return (
             rows.view(-1, ctx.copies, rows.shape[1]).sum(dim=1) if ctx.copies > 1 else rows,
             None,

@@ -82,15 +82,15 @@ class _CrossEntropySum(torch.autograd.Function):
             if hidden_gradient is None or weight_gradient is None:
                 continue
             # d loss / d logits = softmax − one-hot, zero where the token is not counted
-            slope = powers.mul_((highest - normalizer).exp_().where(counted, 0.0).unsqueeze(1))
-            if slope.shape[1]:
-                slope.scatter_add_(1, rows, -(mine & counted).unsqueeze(1).to(exact))
-            slope = slope.to(weight.dtype)
-            hidden_gradient[chunk] = slope @ weight
+            grad = powers.mul_((highest - normalizer).exp_().where(counted, 0.0).unsqueeze(1))
+            if grad.shape[1]:
+                grad.scatter_add_(1, rows, -(mine & counted).unsqueeze(1).to(exact))
+            grad = grad.to(weight.dtype)
+            hidden_gradient[chunk] = grad @ weight
             if exact == weight.dtype:
-                weight_gradient.addmm_(slope.T, hidden[chunk])
+                weight_gradient.addmm_(grad.T, hidden[chunk])
             else:
-                weight_gradient += slope.T @ hidden[chunk]
+                weight_gradient += grad.T @ hidden[chunk]
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         return loss
@@ -128,21 +128,21 @@ def _over_ranks(normalizer: Tensor, wanted: Tensor, shard: VocabularyShard) -> t
     return normalizers.logsumexp(dim=0), wanteds.amax(dim=0)
 
 
-def with_gradient_of(loss: Tensor, auxiliary: Tensor) -> Tensor:
+def add_auxiliary_gradient(loss: Tensor, auxiliary: Tensor) -> Tensor:
     """The value of `loss`, with the gradient of `loss + auxiliary`. Both are scalars."""
     return loss + (auxiliary - auxiliary.detach()).to(loss.dtype)
 
 
-def carrying(x: Tensor, auxiliary: Tensor) -> Tensor:
+def attach_auxiliary(x: Tensor, auxiliary: Tensor) -> Tensor:
     """The value of `x`, with the gradient of `auxiliary`, a scalar, added to whatever gradient `x` gets.
 
     How a loss that arises on a pipeline stage enters that stage's backward, which starts from `x`: an operation's
     result that nothing else reads. The result is no view of it, for split backwards detach it.
     """
-    return _Carrying.apply(x, auxiliary)  # type: ignore[no-any-return,no-untyped-call]
+    return _AttachAuxiliary.apply(x, auxiliary)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Carrying(torch.autograd.Function):
+class _AttachAuxiliary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
         ctx.auxiliary = auxiliary.dtype, auxiliary.device

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fivefold.config.model import Model
-from fivefold.nn.by_hand import by_hand
+from fivefold.nn.manual_backward import uses_manual_backward
 
 
 def make_norm(model: Model) -> nn.Module:
@@ -22,7 +22,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result: `[…, hidden]`."""
-        if by_hand(x) and x.dtype == self.weight.dtype:
+        if uses_manual_backward(x) and x.dtype == self.weight.dtype:
             return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
         return super().forward(x)
 
@@ -44,14 +44,14 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        rows, incoming = x.reshape(-1, x.shape[-1]), slope.reshape(-1, x.shape[-1])
+        rows, incoming = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         factors = inverse.reshape(-1)
         product = incoming * rows
-        weight_slope = product.T.mv(factors)
-        # Σ_j slope_j · weight_j · x_j of each row, over hidden and the mean square: how much of x to take away
+        weight_grad = product.T.mv(factors)
+        # Σ_j grad_j · weight_j · x_j of each row, over hidden and the mean square: how much of x to take away
         along = product.mv(weight).mul_(factors.square()).div_(x.shape[-1])
         result = torch.mul(incoming, weight, out=product)
         result.addcmul_(rows, along.unsqueeze(1), value=-1.0).mul_(factors.unsqueeze(1))
-        return result.view(x.shape), weight_slope, None
+        return result.view(x.shape), weight_grad, None

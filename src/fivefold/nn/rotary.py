@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fivefold.config.model import Model, RopeScaling
-from fivefold.nn.by_hand import by_hand
+from fivefold.nn.manual_backward import uses_manual_backward
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, each `[sequence, head_dim / 2]`."""
@@ -28,7 +28,7 @@ def rotary_table(model: Model, positions: Tensor) -> Rotary:
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
     """Turns the pairs (i, i + head_dim / 2) of `x` `[batch, heads, sequence, head_dim]`, in at least float32."""
-    if by_hand(x):
+    if uses_manual_backward(x):
         return _Turned.apply(x, *rotary)  # type: ignore[no-any-return,no-untyped-call]
     compute = torch.promote_types(x.dtype, torch.float32)
     cosine, sine = (table.to(compute) for table in rotary)
@@ -50,11 +50,11 @@ class _Turned(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
-        batch, heads, sequence, head_dim = slope.shape
-        out = slope.new_empty(batch, sequence, heads, head_dim).transpose(1, 2)
-        return _turn(slope, cosine, -sine, out), None, None
+        batch, heads, sequence, head_dim = grad.shape
+        out = grad.new_empty(batch, sequence, heads, head_dim).transpose(1, 2)
+        return _turn(grad, cosine, -sine, out), None, None
 
 
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor, out: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ class Observer:
         self.close()
 
     @property
-    def is_unheard(self) -> bool:
+    def output_closed(self) -> bool:
         """Whether the console's reader has gone away: then the run should stop."""
-        return self._console is not None and self._console.is_unheard
+        return self._console is not None and self._console.output_closed
 
     def start(self, facts: StartFacts) -> None:
         """The run is about to begin."""

@@ -54,8 +54,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(slope, ctx.arriving, ctx.leaving, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grad, ctx.arriving, ctx.leaving, ctx.group), None, None, None
 
 
 def _all_to_all(rows: Tensor, leaving: list[int], arriving: list[int], group: ProcessGroup) -> Tensor:

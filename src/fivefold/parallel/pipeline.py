@@ -67,7 +67,7 @@ class TiedCopy(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """A micro-batch on a stage between its forward and the end of its backward.
 
     Attributes:
@@ -155,7 +155,7 @@ class Pipeline:
         ranks, count = self.group.size(), len(micro_batches)
         own = [[stage for stage, rank in enumerate(self._place) if rank == other] for other in range(ranks)]
         work = [[Action(Kind.FORWARD, s, m) for s in stages for m in range(count)] for stages in own]
-        mail, found = _Mail(self, micro_batches), []
+        mail, found = _Transfers(self, micro_batches), []
         for entry in self._ordered(plans(work, self._place)[self.rank]):
             if isinstance(entry, Message):
                 mail.pass_on(entry)
@@ -202,8 +202,8 @@ class _Run:
         self._micro_batches = micro_batches
         self._tokens_per_sequence = tokens_per_sequence
         self._factor = factor
-        self._flights: dict[tuple[int, int], _Flight] = {}
-        self.mail = _Mail(pipeline, micro_batches)
+        self._flights: dict[tuple[int, int], _InFlight] = {}
+        self.mail = _Transfers(pipeline, micro_batches)
         self.losses: dict[int, Tensor] = {}
 
     def forward(self, action: Action) -> None:
@@ -218,7 +218,7 @@ class _Run:
         else:
             self.mail.give(Need(True, number + 1, index), out.detach())
         kept = out if self._pipeline.splits else get_gradient_edge(out)
-        self._flights[number, index] = _Flight(stream, kept)
+        self._flights[number, index] = _InFlight(stream, kept)
 
     def backward(self, action: Action) -> None:
         kind, number, index, _ = action
@@ -241,11 +241,11 @@ class _Run:
             flight.input.grad = None
 
 
-def _whole_backward(flight: _Flight) -> None:
+def _whole_backward(flight: _InFlight) -> None:
     torch.autograd.backward(flight.output, flight.gradient)
 
 
-def _input_gradient(weights: Sequence[nn.Parameter], flight: _Flight) -> None:
+def _input_gradient(weights: Sequence[nn.Parameter], flight: _InFlight) -> None:
     """Leaves it in `flight.input.grad`. The first stage has none, and does all when its weights' are due."""
     if flight.input is None:
         return
@@ -257,7 +257,7 @@ def _input_gradient(weights: Sequence[nn.Parameter], flight: _Flight) -> None:
     _, flight.parts = stage_backward_input([flight.output], gradients, [flight.input], iter(weights))
 
 
-def _weight_gradients(weights: Sequence[nn.Parameter], flight: _Flight) -> None:
+def _weight_gradients(weights: Sequence[nn.Parameter], flight: _InFlight) -> None:
     if flight.parts is None:
         _whole_backward(flight)
     else:
@@ -266,7 +266,7 @@ def _weight_gradients(weights: Sequence[nn.Parameter], flight: _Flight) -> None:
         stage_backward_weight(iter(weights), flight.parts)
 
 
-class _Mail:
+class _Transfers:
     """What passes between the stages in one step.
 
     A receive begins where the plan has it and is waited for where it is needed. A send is never waited for while

@@ -110,17 +110,17 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cut: Cut = ctx.cut
         query, key, value, out, normalizer, *rest = ctx.saved_tensors
-        slope = slope.to(normalizer.dtype)
+        grad = grad.to(normalizer.dtype)
         work = _Backward(
             cut,
             ctx.documents,
-            query.to(slope.dtype),
+            query.to(grad.dtype),
             normalizer,
-            slope,
-            (slope * out).sum(dim=-1, keepdim=True),
+            grad,
+            (grad * out).sum(dim=-1, keepdim=True),
         )
         own, kept = (rest[: cut.cp], iter(rest[cut.cp :])) if ctx.keep else ([None] * cut.cp, iter(()))
         pieces = [(one, list(islice(kept, count))) for one, count in zip(own, ctx.counts, strict=True)]
@@ -138,8 +138,8 @@ class _RingAttention(torch.autograd.Function):
             gradient = _Message.pass_on(total, cut)
         if gradient:
             mine += gradient.wait()
-        key_slope, value_slope = mine[:, :, : key.shape[1]].to(key.dtype).unbind()
-        return work.query_slope.to(query.dtype), key_slope, value_slope, None, None, None
+        key_grad, value_grad = mine[:, :, : key.shape[1]].to(key.dtype).unbind()
+        return work.query_grad.to(query.dtype), key_grad, value_grad, None, None, None
 
 
 def _attend(queries: Tensor, block: Tensor, pair: _Pairing, keep: bool) -> Piece:
@@ -156,12 +156,12 @@ class _Backward:
         documents: Tensor | None,
         query: Tensor,
         normalizer: Tensor,
-        slope: Tensor,
+        grad: Tensor,
         mean: Tensor,  # Σ_j p_ij · dp_ij
     ) -> None:
         self.cut, self.documents = cut, documents
-        self.query, self.normalizer, self.slope, self.mean = query, normalizer, slope, mean
-        self.query_slope = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        self.query, self.normalizer, self.grad, self.mean = query, normalizer, grad, mean
+        self.query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
 
     def piece(self, block: Tensor, source: int, own: Tensor | None, kept: list[Tensor]) -> Tensor:
         """Gradients of `block`, `[2, n, most, head_dim]`, by this rank's queries; adds to theirs.
@@ -172,15 +172,15 @@ class _Backward:
         pair = _Pairing.of(self.cut, source, self.documents)
         at = (slice(None), slice(None), pair.queries)
         keys, values = block[:, :, pair.keys].to(self.query.dtype).unbind()
-        query, slope, mean, normalizer = self.query[at], self.slope[at], self.mean[at], self.normalizer[at]
+        query, grad, mean, normalizer = self.query[at], self.grad[at], self.mean[at], self.normalizer[at]
         if own is None:
-            found = blocked.attend_backward_again(query, keys, values, pair.visible, normalizer, slope, mean)
+            found = blocked.attend_backward_again(query, keys, values, pair.visible, normalizer, grad, mean)
         else:
             share = (own - normalizer).exp_()
             found = blocked.attend_backward(
-                query, keys, values, pair.visible, kept, slope * share, mean * share
+                query, keys, values, pair.visible, kept, grad * share, mean * share
             )
-        self.query_slope[at] += found.query
+        self.query_grad[at] += found.query
         gradient = block.new_zeros(block.shape, dtype=self.query.dtype)
         gradient[0, :, pair.keys], gradient[1, :, pair.keys] = found.key, found.value
         return gradient

@@ -141,11 +141,11 @@ class _SumGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # In place: the engine summed it from the region's branches, and nothing else holds it.
-        slope = slope.contiguous()
-        dist.all_reduce(slope, group=ctx.group)
-        return slope, None
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
 
 
 class _Sum(torch.autograd.Function):
@@ -156,8 +156,8 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        return slope, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -169,8 +169,8 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x.contiguous(), group)[:tokens]
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(slope, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grad, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -182,8 +182,8 @@ class _ReduceScatter(torch.autograd.Function):
         return _reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(slope.contiguous(), ctx.group)[: ctx.tokens], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad.contiguous(), ctx.group)[: ctx.tokens], None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

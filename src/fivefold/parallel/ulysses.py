@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from fivefold.nn.attention import Core, Segments
-from fivefold.nn.by_hand import by_hand
+from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.parallel.cut import Cut
 
 
@@ -33,7 +33,7 @@ class Ulysses:
         heads = [part.shape[2] for part in parts]
         whole: Tensor = _GatherSequence.apply(torch.cat(parts, dim=2), cut)  # type: ignore[no-untyped-call]
         query, key, value = torch.split(whole, heads, dim=1)
-        if heads[1] == 1 and by_hand(
+        if heads[1] == 1 and uses_manual_backward(
             query
         ):  # as a view, one head would keep all that came with it for backward
             key, value = key.clone(), value.clone()
@@ -81,8 +81,8 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return _scatter_sequence(slope, ctx.cut), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scatter_sequence(grad, ctx.cut), None
 
 
 class _ScatterSequence(torch.autograd.Function):
@@ -93,5 +93,5 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return _gather_sequence(slope, ctx.cut), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_sequence(grad, ctx.cut), None

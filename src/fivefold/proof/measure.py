@@ -32,7 +32,7 @@ from fivefold.trainer.session import Session, open_session
 from fivefold.trainer.state import tensors
 from fivefold.trainer.step import Stepper
 
-Sabotage: TypeAlias = Callable[[], AbstractContextManager[object]]
+Fault: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 FLAGS = (0.0, 0.0)
 TIMEOUT_SECONDS = 60.0
@@ -80,18 +80,18 @@ def measure(
     world_size: int,
     twins: Sequence[Config],
     permutation: int = 0,
-    sabotage: Sabotage = nullcontext,
+    fault: Fault = nullcontext,
     replayed: Sequence[Choices | None] = (),
 ) -> list[Measured]:
     """Trains each of `twins`, which share a layout, for its steps on this rank. Every rank calls it alike.
 
     Args:
         permutation: seed of another order of the rows of each global batch; 0 = as they are.
-        sabotage: makes a context in which something is broken.
+        fault: makes a context in which something is broken.
         replayed: of each twin, the routing to make instead of its own; None = its own.
     """
     place = place_from(os.environ) if world_size > 1 else None
-    with sabotage(), open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
+    with fault(), open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
         return [
             _measure(session, resolve_config(config, world_size), permutation, choices)
             for config, choices in zip(twins, replayed or [None] * len(twins), strict=True)

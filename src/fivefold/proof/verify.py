@@ -14,7 +14,7 @@ from fivefold.config.tree import Config, Parallel, Precision
 from fivefold.planner.jobs import job_of
 from fivefold.proof.account import MemoryLine, memory_lines, traffic_lines
 from fivefold.proof.compare import BOUNDS, Comparison, compare, updates_apart
-from fivefold.proof.measure import Measured, Sabotage, measure
+from fivefold.proof.measure import Fault, Measured, measure
 from fivefold.proof.ranks import RankError, Ranks
 from fivefold.proof.reference import Reference, reference
 from fivefold.proof.routing import Choices, Flips
@@ -107,10 +107,10 @@ class Case:
 class Verifier:
     """Runs cases on one pool of ranks; a context manager."""
 
-    def __init__(self, ranks: int, sabotage: Sabotage = nullcontext) -> None:
-        """`sabotage` makes the context in which every rank runs a case, with something broken: it must be found."""
+    def __init__(self, ranks: int, fault: Fault = nullcontext) -> None:
+        """`fault` makes the context in which every rank runs a case, with something broken: it must be found."""
         self._count = ranks
-        self.sabotage = sabotage
+        self.fault = fault
         self._ranks: Ranks | None = None
         self._references: dict[bytes, Reference] = {}
         self._rounding: dict[bytes, float] = {}
@@ -153,7 +153,7 @@ class Verifier:
     def _measure(self, twins: Sequence[Config], ranks: int) -> list[list[Measured]]:
         """By twin, then by rank."""
         routing = [self._routing(of_twin) for of_twin in twins]
-        of_ranks = self._on_ranks(ranks, list(twins), 0, self.sabotage, routing)
+        of_ranks = self._on_ranks(ranks, list(twins), 0, self.fault, routing)
         return [list(of_twin) for of_twin in zip(*of_ranks, strict=True)]
 
     def _on_ranks(self, ranks: int, *arguments: Any) -> list[list[Measured]]:

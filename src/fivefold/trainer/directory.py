@@ -10,7 +10,7 @@ from pathlib import Path
 from fivefold.config.errors import BadInput
 from fivefold.config.load import dump
 from fivefold.config.tree import Config, Run
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 
 CONFIG, CHECKPOINTS, TOKENIZER = "config.toml", "checkpoints", "tokenizer.json"
 RUNS = Path("runs")
@@ -59,7 +59,7 @@ def find_checkpoint(run: Path) -> tuple[Path, Path]:
     if run.parent.name == CHECKPOINTS and run.is_dir():
         return run.parent.parent, run
     check_run(run)
-    found = shelf.complete(run / CHECKPOINTS)
+    found = checkpoint_directory.complete(run / CHECKPOINTS)
     if not found:
         raise BadInput(f"{run}: no complete checkpoint yet; wait for one, or train on with --resume")
     return run, found[-1]

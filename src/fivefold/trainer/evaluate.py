@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from fivefold.parallel.apply import ParallelModel
-from fivefold.trainer.agree import Agreement
+from fivefold.trainer.agreement import Agreement
 from fivefold.trainer.batches import MicroBatch
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Config
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 
 SAMPLES = "samples"
 # Of the model, what a trained one does not show.
@@ -54,9 +54,9 @@ def check_resume(config: Config, checkpoints: Path) -> None:
     Raises:
         BadInput: in one line.
     """
-    for newest in shelf.complete(checkpoints)[-1:]:
+    for newest in checkpoint_directory.complete(checkpoints)[-1:]:
         try:
-            stored = json.loads((newest / shelf.MANIFEST).read_bytes())["counters"]["identity"]
+            stored = json.loads((newest / checkpoint_directory.MANIFEST).read_bytes())["counters"]["identity"]
             now = identity(config, stored[SAMPLES])
         except (OSError, ValueError, KeyError, TypeError):
             return

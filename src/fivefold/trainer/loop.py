@@ -25,13 +25,13 @@ from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
 from fivefold.trainer.checkpoint import Checkpointer
+from fivefold.trainer.checkpoint_directory import CheckpointError
 from fivefold.trainer.evaluate import evaluate
 from fivefold.trainer.identity import identity, refuse_change
 from fivefold.trainer.loss_scale import LossScale
-from fivefold.trainer.optimizer import LocalOptimizer, behind
+from fivefold.trainer.optimizer import LocalOptimizer, optimizer_options
 from fivefold.trainer.profile import StepProfile
 from fivefold.trainer.session import Session
-from fivefold.trainer.shelf import CheckpointError
 from fivefold.trainer.state import Counters, Regrouped, tensors
 from fivefold.trainer.step import Stepper, StepResult
 
@@ -63,7 +63,7 @@ class Loop:
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
-            LocalOptimizer(behind(config), model.parameters),
+            LocalOptimizer(optimizer_options(config), model.parameters),
             session.agreement,
             session.recorder,
             StepClock(),
@@ -159,7 +159,7 @@ class Loop:
                 step_key(self.resolved.config.run.seed, counters.step),
             )
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
-        stop_asked = self.stop_requested() or self.observer.is_unheard
+        stop_asked = self.stop_requested() or self.observer.output_closed
         flags = (float(stop_asked), float(self.checkpoints.poll()))
         take_step = self.stepper.step if self.profiled else self._profiled_step
         result = take_step(share, learning_rate, flags)

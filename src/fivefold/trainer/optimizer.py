@@ -11,7 +11,7 @@ from fivefold.spec.matrices import is_matrix
 from fivefold.trainer.muon import Muon
 
 
-def behind(config: Config) -> Optimizer:
+def optimizer_options(config: Config) -> Optimizer:
     """The optimizer's options; without its momentum where compression has applied it already."""
     if corrected_momentum(config):
         return msgspec.structs.replace(config.optimizer, momentum=0.0)

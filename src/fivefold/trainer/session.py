@@ -13,13 +13,13 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.group import register
+from fivefold.collectives.hang_watch import HangWatch
 from fivefold.collectives.record import Recorder
 from fivefold.collectives.shared_memory.segment import SharedMemoryError
 from fivefold.collectives.shared_memory.transport import SharedMemory
-from fivefold.collectives.watch import HangWatch
 from fivefold.config.errors import BadInput
 from fivefold.trainer import machine
-from fivefold.trainer.agree import Agreement
+from fivefold.trainer.agreement import Agreement
 from fivefold.trainer.place import Place, open_store
 
 T = TypeVar("T")

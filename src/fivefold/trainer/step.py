@@ -12,7 +12,7 @@ from fivefold.collectives.record import Phase, Recorder
 from fivefold.observe.clock import StepClock
 from fivefold.parallel.apply import ParallelModel
 from fivefold.parallel.local import LocalParameter
-from fivefold.trainer.agree import Agreement
+from fivefold.trainer.agreement import Agreement
 from fivefold.trainer.batches import MicroBatch
 from fivefold.trainer.diagnose import first_non_finite
 from fivefold.trainer.loss_scale import LossScale

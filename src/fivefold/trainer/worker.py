@@ -47,7 +47,7 @@ class _Settled:
         write_run(self.directory, self.config, self.tokens[0] / TOKENIZER, resume=resume)
 
 
-def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
+def run_worker(resolved: Resolved, place: Place | None, resume: bool) -> bool:
     """One rank's whole run. Every rank calls it alike. Returns whether the last step is done, rather than stopped.
 
     Raises:
