@@ -105,7 +105,7 @@ def regions_end_in_means() -> Any:
 
 
 def bias_counted_by_every_rank() -> Any:
-    return swapped(apply, "apply_tensor_parallel", _bias_everywhere)
+    return swapped(apply, "tensor_parallel", _bias_everywhere)
 
 
 def _bias_everywhere(before: Any) -> Any:
@@ -463,12 +463,12 @@ def stage_gradient_cast() -> Any:
     """What passes back between stages goes through bf16."""
 
     def make(before: Any) -> Any:
-        def give(self: Any, need: Any, value: Tensor) -> None:
+        def put(self: Any, need: Any, value: Tensor) -> None:
             before(self, need, value if need.forward else value.bfloat16().to(value.dtype))
 
-        return give
+        return put
 
-    return swapped(pipeline._Transfers, "give", make)
+    return swapped(pipeline._Transfers, "put", make)
 
 
 # Agreement

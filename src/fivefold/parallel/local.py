@@ -1,4 +1,4 @@
-"""What one rank holds of each parameter."""
+"""A rank's part of a parameter: its place in the whole, its initial value, its form in checkpoints."""
 
 from dataclasses import dataclass
 
@@ -21,11 +21,12 @@ class LocalParameter:
     Attributes:
         spec: the whole parameter.
         part: which part.
-        value: the part, a plain tensor in the master type: what the optimizer steps on. Its `grad` is the part
-            of the whole gradient, once a step has reduced it.
+        value: the part, a plain tensor in the master dtype, which the optimizer updates. Once a step has reduced
+            gradients, its `grad` is this part of the gradient of the global batch.
         copies: how many ranks of the run hold this same part.
-        shards: ranks that together hold what tensor and expert parallel leave to each; None = this one does.
-        tensor: ranks of tensor parallel, each with its part of the parameter, or with a copy; None = there is one.
+        shards: the ZeRO group, whose ranks together hold what tensor and expert parallel assign to each of them;
+            None = not sharded.
+        tensor: the tensor-parallel group, each rank with a part of the parameter or a copy; None = no tensor parallel.
     """
 
     spec: Parameter
@@ -45,9 +46,10 @@ class LocalParameter:
 
 
 class Piece:
-    """A part of a tensor of which other ranks hold other parts, the same or none: what checkpoints save and load.
+    """A part of a tensor that is distributed over ranks, in the form that checkpoints save and load.
 
-    It has of a tensor what torch.distributed.checkpoint asks for.
+    Implements as much of a tensor as torch.distributed.checkpoint needs: `__create_write_items__` and
+    `__create_chunk_list__` are its protocol for custom tensor types.
     """
 
     def __init__(self, local: Tensor, part: Part, shape: tuple[int, ...]) -> None:
@@ -93,7 +95,7 @@ def initialize(parameter: LocalParameter, seed: int) -> None:
 
 
 def load(parameter: LocalParameter, weights: HubWeights) -> None:
-    """Fills this rank's part from published weights; reads little more than that part."""
+    """Fills this rank's part from a Hugging Face model's files, of which it reads little more than that part."""
     start = parameter.part.starts[0]
     _fill(parameter, weights.read(parameter.spec, start, start + parameter.part.shape[0]))
 
