@@ -75,9 +75,8 @@ def _projections(job: Job, core: Core) -> float:
         found += rows * item * 2 * (latent.kv_rank + latent.q_rank)  # compressed, and normalised
     if _is_laid_anew(job):
         found += rows * item * values
-    if (
-        _eager(job) and not job.stack.manual_backward and job.model.positions == "rotary"
-    ):  # tables cast for queries and for keys
+    if _eager(job) and not job.stack.manual_backward and job.model.positions == "rotary":
+        # cosine and sine tables cast for queries and for keys
         found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
     if job.model.qk_norm:
         heads = rows * (core.heads + core.kv_heads)

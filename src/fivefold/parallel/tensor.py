@@ -1,10 +1,12 @@
 """Tensor parallel (Shoeybi et al. 2019) and sequence parallel (Korthikanti et al. 2022).
 
 Each rank computes a part of every region: some heads of attention, some columns of the feed-forward and of each expert,
-some rows of the vocabulary. Ranks communicate where a layer enters and leaves a region, twice per layer and direction:
+some rows of the vocabulary. A layer has two regions, attention and feed-forward. Ranks communicate where it enters and
+leaves them; backward does the reverse:
 
-    without sequence parallel   enter: identity (backward: all-reduce)     leave: all-reduce (backward: identity) with
-    sequence parallel      enter: all-gather (backward: reduce-scatter)   leave: reduce-scatter (backward: all-gather)
+                                enter a region                  leave it
+    without sequence parallel   identity (backward all-reduce)  all-reduce (backward identity)
+    with sequence parallel      all-gather                      reduce-scatter
 
 Without sequence parallel each rank holds the whole residual stream, with it the stream of a contiguous run of the
 micro-batch's flattened tokens. Tokens that the ranks do not divide are padded with zeros at the end of the last runs;
