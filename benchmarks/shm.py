@@ -3,11 +3,12 @@
 python benchmarks/shm.py [--ranks 2 4] [--rounds 15]     # collectives
 python benchmarks/shm.py --steps [--sizes S1 tiny]       # steps of training, over shared memory and over gloo
 
-OpenMPI takes part if mpirun and mpi4py are there. Times are of a call, of its slowest rank: the median,
-and the best, which other processes on the machine disturb least. Bus bandwidth is bytes over time, times
-2(n-1)/n for all_reduce and (n-1)/n for the others. What is sent is written anew before each call, as in training:
-else who reads it where it lies (OpenMPI) finds it in its own cache after the first call. "copies" is what shm does
-in memory, without what surrounds it: torch's call, the record, the engine.
+OpenMPI takes part if mpirun and mpi4py are there. A time is the mean over a turn's calls, of the slowest rank,
+as nccl-tests and the OSU benchmarks count; of these the median over the turns, and the best, which other
+processes on the machine disturb least. Bus bandwidth is bytes over time, times 2(n-1)/n for all_reduce and (n-1)/n for
+the others. What is sent is written anew before each call, as in training: else who reads it where it lies (OpenMPI)
+finds it in its own cache after the first call. "copies" is what shm does in memory, without what surrounds it: torch's
+call, the record, the engine.
 
 Steps are of two ranks, float32, one thread each, of the sizes in side_by_side/sizes.py. Both transports' ranks are
 started once and take turns; a ratio is of the medians of all turns.
@@ -156,7 +157,7 @@ def measure(rank: int | None, ranks: int, port: int, rounds: int) -> None:
 def times(
     dist: Any, calls: Any, primitive: str, size: int, ranks: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each call by system, of the slowest rank; the systems take turns."""
+    """Seconds of a call in each turn by system, of the slowest rank; the systems take turns."""
     import torch
 
     numel = size // 4 // ranks * ranks
@@ -173,11 +174,13 @@ def times(
         for name, call in calls.items():
             call(primitive, *pair)
             dist.barrier()
+            total = 0.0
             for _ in range(repeats):
                 pair[1].fill_(1.0)
                 before = time.perf_counter()
                 call(primitive, *pair)
-                found[name].append(time.perf_counter() - before)
+                total += time.perf_counter() - before
+            found[name].append(total / repeats)
     seconds = torch.tensor([found[name] for name in calls])
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return dict(zip(calls, seconds.tolist(), strict=True))

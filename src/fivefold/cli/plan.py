@@ -10,6 +10,7 @@ from fivefold.cli.arguments import add_config_arguments, add_json_argument, new_
 from fivefold.config.load import dump, load, written_keys
 from fivefold.config.tree import Config
 from fivefold.ledger.job import Job
+from fivefold.ledger.simulate import collector_paused
 from fivefold.ledger.total import estimate
 from fivefold.planner.advice import neighbours, unfit
 from fivefold.planner.document import course_of, document, layout_of, layout_text, run_cost, title_of
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@collector_paused()
 def run(arguments: argparse.Namespace) -> int:
     """0 = a layout fits, 1 = none does."""
     config = load(arguments.config, arguments.overrides)

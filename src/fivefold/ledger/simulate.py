@@ -106,7 +106,7 @@ def _simulated(
     """Remembered: layouts that only divide their data-parallel ranks differently share a timeline."""
     work = _work(name, ranks, microbatches, len(times) // ranks)
     place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(len(times))]
-    clock, peak, starts = _run(work, _table(place, microbatches, times, message, sizes), microbatches)
+    clock, peak, starts = _run(work, _table(place, microbatches, times, message, sizes), microbatches, trace)
     busy = [0.0] * ranks
     for rank, own in zip(place, times, strict=True):
         busy[rank] += microbatches * sum(own)
@@ -147,6 +147,8 @@ def held_at_once(
                 found.add(tuple(held))
                 grown = False
             held[place[stage]] -= 1
+    if (most := tuple(map(max, zip(*found, strict=True)))) in found:
+        return (most,)
     front: list[tuple[int, ...]] = []
     for one in sorted(found, key=sum, reverse=True):  # none is exceeded by one with a smaller sum
         if not any(all(map(le, one, two)) for two in front):
@@ -186,8 +188,8 @@ def _table(
     message: float,
     sizes: Sequence[float],
 ) -> list[list[_Step]]:
-    """Steps by kind and stage. Rows: the start of the step; forwards, then input gradients, of each stage; what
-    nobody waits for."""
+    """Steps by kind and stage. Rows: the start of the step; forwards, then input gradients, of each stage. Nobody
+    waits for a weight gradient."""
     last, m = len(times) - 1, microbatches
     found: list[list[_Step]] = [[] for _ in Kind]
     for stage, (forward, input_grad, weight_grad) in enumerate(times):
@@ -198,22 +200,23 @@ def _table(
         from_before = message if stage and place[stage - 1] != place[stage] else 0.0
         from_after = message if stage < last and place[stage + 1] != place[stage] else 0.0
         needs = up + m if stage < last else down
-        unread = (2 * len(times) + 1) * m
         found[Kind.FORWARD].append((down - m, from_before, down, forward, size))
         found[Kind.INPUT_GRAD].append((needs, from_after, up, input_grad, -size if ends_early else 0.0))
-        found[Kind.WEIGHT_GRAD].append((up, 0.0, unread, weight_grad, 0.0 if ends_early else -size))
+        found[Kind.WEIGHT_GRAD].append((up, 0.0, up, weight_grad, 0.0 if ends_early else -size))
         found[Kind.BACKWARD].append((needs, from_after, up, input_grad + weight_grad, -size))
     return found
 
 
 def _run(
-    work: Sequence[Sequence[Entry]], table: Sequence[Sequence[_Step]], microbatches: int
+    work: Sequence[Sequence[Entry]], table: Sequence[Sequence[_Step]], microbatches: int, trace: bool
 ) -> tuple[list[float], list[float], list[list[float]]]:
-    """(end of every rank, its most activations, starts of its actions): each rank in turn goes on until it waits
-    for another. Raises RuntimeError if the lists wait for one another."""
-    ends = [-1.0] * ((2 * len(table[0]) + 2) * microbatches)
+    """(end of every rank, its most activations, with `trace` starts of its actions): each rank in turn goes on until
+    it waits for another. Raises RuntimeError if the lists wait for one another."""
+    ends = [-1.0] * ((2 * len(table[0]) + 1) * microbatches)
     ends[:microbatches] = [0.0] * microbatches
     clock, held, peak = ([0.0] * len(work) for _ in range(3))
+    done = [0] * len(work)
+    weight_grad = Kind.WEIGHT_GRAD
     starts: list[list[float]] = [[] for _ in work]
     waiting = list(range(len(work)))
     while waiting:
@@ -221,12 +224,19 @@ def _run(
         progress = False
         for rank in waiting:
             own, begun = work[rank], starts[rank]
-            position = first = len(begun)  # one start an action
+            position = done[rank]
             now, holds, most = clock[rank], held[rank], peak[rank]
             count = len(own)
             while position < count:
                 kind, stage, microbatch, joined = own[position]
                 needs, delay, makes, seconds, keeps = table[kind][stage]
+                if kind is weight_grad:  # its input gradient came before
+                    if trace:
+                        begun.append(now)
+                    now += seconds
+                    holds += keeps
+                    position += 1
+                    continue
                 start = ends[needs + microbatch]
                 if start < 0.0:
                     break
@@ -242,19 +252,21 @@ def _run(
                     middle = start + seconds
                     now = middle + seconds_two
                     ends[makes + microbatch] = ends[makes_two + other] = now
-                    begun += (start, middle)
+                    if trace:
+                        begun += (start, middle)
                     most = max(most, holds + keeps)
                     holds += keeps + lets_go
                     position += 2
                     continue
                 now = ends[makes + microbatch] = start + seconds
-                begun.append(start)
+                if trace:
+                    begun.append(start)
                 holds += keeps
                 if holds > most:
                     most = holds
                 position += 1
-            clock[rank], held[rank], peak[rank] = now, holds, most
-            progress = progress or position > first
+            progress = progress or position > done[rank]
+            clock[rank], held[rank], peak[rank], done[rank] = now, holds, most, position
             if position < count:
                 blocked.append(rank)
         if blocked and not progress:

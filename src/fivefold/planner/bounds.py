@@ -1,9 +1,10 @@
 """Bounds of the search: seconds no layout of a point beats, bytes none stays below."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import NamedTuple
 
 from fivefold.config.model import Model
@@ -202,26 +203,30 @@ def _through(
     clock = returned = 0.0
     waiting: list[Entry] = []  # joined to the next
     first = min(down)
+    is_forward, is_weight = Kind.FORWARD, Kind.WEIGHT_GRAD
     for entry in work:
         kind, stage, microbatch, joined = entry
-        if kind is Kind.FORWARD:
+        if kind is is_weight:  # its input gradient came before
+            clock += durations[stage][kind]
+            continue
+        if kind is is_forward:
             before, delay = down[stage]
             ready = delay + (forwards[before, microbatch] if before >= 0 else 0.0)
-        elif kind is Kind.WEIGHT_GRAD:
-            ready = 0.0
         else:
             after, delay = up[stage]
             ready = delay + (gradients[after, microbatch] if after >= 0 else forwards[stage, microbatch])
-        clock = max(clock, ready)
+        if ready > clock:
+            clock = ready
         if joined:
             waiting.append(entry)
             continue
-        for kind, stage, _, _ in (entry, *waiting):
+        together = (entry, *waiting) if waiting else (entry,)
+        for kind, stage, _, _ in together:
             clock += durations[stage][kind]
-        for kind, stage, microbatch, _ in (entry, *waiting):
-            if kind is Kind.FORWARD:
+        for kind, stage, microbatch, _ in together:
+            if kind is is_forward:
                 forwards[stage, microbatch] = clock
-            elif kind is not Kind.WEIGHT_GRAD:
+            else:
                 gradients[stage, microbatch] = clock
                 returned = clock if stage == first else returned
         waiting.clear()
@@ -236,4 +241,5 @@ def held_bytes(job: Job, built: Sequence[Stage], rank: int) -> float:
         return sum(saved)
     splits = any(stage.times.weight_grad for stage in built)
     together = held_at_once(job.schedule, job.pp, job.microbatches, job.chunks, rank, splits)
-    return max(sum(n * size for n, size in zip(counts, saved, strict=True)) for counts in together)
+    sizes: Iterator[float] = (sum(map(mul, counts, saved)) for counts in together)
+    return max(sizes)

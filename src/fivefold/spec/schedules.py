@@ -5,6 +5,7 @@ trainer runs; a test compares them action by action. Sources: GPipe (Huang 2019)
 interleaved 1F1B (Narayanan 2021), zero bubble ZB-H1 and ZB-V (Qi 2023, 2024), DualPipeV (DeepSeek, 2025).
 """
 
+from collections.abc import Iterator
 from enum import IntEnum
 from itertools import chain, count
 from typing import Literal, NamedTuple
@@ -121,7 +122,7 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Entry]:
     warmup = min(ranks - 1 - rank, microbatches)
     forwards: list[Entry] = [(Kind.FORWARD, rank, m, False) for m in range(microbatches)]
     backwards: list[Entry] = [(Kind.BACKWARD, rank, m, False) for m in range(microbatches)]
-    alternating = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    alternating = _in_turns(forwards[warmup:], backwards)
     return [*forwards[:warmup], *alternating, *backwards[microbatches - warmup :]]
 
 
@@ -136,24 +137,34 @@ def _in_rounds(rank: int, ranks: int, microbatches: int, chunks: int, split: boo
     hop = 1 if split else 2  # forwards in flight per hop to the last rank
     warmup = min((chunks - 1) * per_round + hop * (ranks - 1 - rank), total)
     places = [
-        (
-            step // per_round % chunks * ranks + rank,
-            step // (per_round * chunks) * per_round + step % per_round,
-        )
-        for step in range(total)
+        (chunk * ranks + rank, m)
+        for first in range(0, microbatches, per_round)
+        for chunk in range(chunks)
+        for m in range(first, first + per_round)
     ]  # (stage, micro-batch) of forwards in order; backward takes the chunks from the last
     top = (chunks - 1) * ranks + 2 * rank
     kind = Kind.INPUT_GRAD if split else Kind.BACKWARD
     forwards: list[Entry] = [(Kind.FORWARD, stage, m, False) for stage, m in places]
     backwards: list[Entry] = [(kind, top - stage, m, False) for stage, m in places]
-    weights: list[Entry] = [(Kind.WEIGHT_GRAD, top - stage, m, False) for stage, m in places] if split else []
-    work = forwards[:warmup]
-    for done in range(total):
-        work += forwards[warmup + done : warmup + done + 1]
-        work.append(backwards[done])
-        if split and done >= rank:
-            work.append(weights[done - rank])
-    return work + weights[max(0, total - rank) :]
+    rest = total - warmup
+    if not split:
+        return [*forwards[:warmup], *_in_turns(forwards[warmup:], backwards), *backwards[rest:]]
+    weights: list[Entry] = [(Kind.WEIGHT_GRAD, top - stage, m, False) for stage, m in places]
+    lag = min(rank, total)
+    alone, late = min(rest, lag), max(rest, lag)
+    return [
+        *forwards[:warmup],
+        *_in_turns(forwards[warmup : warmup + alone], backwards),
+        *backwards[alone:lag],
+        *_in_turns(forwards[warmup + lag :], backwards[lag:], weights),
+        *_in_turns(backwards[late:], weights[late - lag :]),
+        *weights[total - lag :],
+    ]
+
+
+def _in_turns(*lists: list[Entry]) -> Iterator[Entry]:
+    """One entry of each list in turn, as long as every list has one."""
+    return chain.from_iterable(zip(*lists, strict=False))
 
 
 def _zbv(rank: int, ranks: int, microbatches: int) -> list[Entry]:

@@ -34,7 +34,7 @@ Steps: TypeAlias = Generator[Lack | Work, None, None]
 """An operation: yields what it waits for, a word or a work of gloo, and is resumed when that has come."""
 
 SPINS = 1000  # looks at a word, about a tenth of a microsecond each, before the core is given to others
-YIELD_SECONDS = 0.0001  # where ranks outnumber cores: the core is first offered to the others for so long
+YIELDS = 100  # where ranks outnumber cores: the core is offered to the others so often before it sleeps
 NAP_SECONDS = 0.01  # then it sleeps: until it is woken, but for so long at most
 THREAD_NAP_SECONDS = 0.001  # the thread's: its caller may have started more meanwhile
 POLL_SECONDS = (0.0001, 0.001)  # where something else than a word is waited for: first, later
@@ -192,7 +192,7 @@ class Engine:
         self.lock = threading.Lock()
         self.active: list[Lane] = []
         self.settled: list[Operation] = []  # whose futures are to be told
-        self._spins, self._yield_seconds = (SPINS, 0.0) if local_ranks <= cores else (0, YIELD_SECONDS)
+        self._crowded = local_ranks > cores
         self._groups = 0
         self._drivers = 0
         self._wake = threading.Semaphore(0)
@@ -223,20 +223,28 @@ class Engine:
                     pause = None
                     continue
                 if pause is None:
-                    pause = _Pause(self, self._yield_seconds, NAP_SECONDS)
-                    if self._spins and self._spin():
+                    pause = _Pause(self, NAP_SECONDS)
+                    if self._spin():
                         continue
-                if pause.rest() and time.monotonic() > deadline:
+                pause.rest()
+                if time.monotonic() > deadline:
                     raise RuntimeError(f"Timed out waiting {timeout * 1000:.0f}ms")
         finally:
             self._drivers -= 1
 
     def _spin(self) -> bool:
-        """Looks again and again at the words that are lacked; whether one has come."""
+        """Looks again and again at the words that are lacked, offering the core in between where ranks outnumber cores;
+        whether one has come."""
         waits, polled = self.lacked()
         if polled or not waits:
             return False
-        looks = range(self._spins // len(waits))
+        if self._crowded:
+            for _ in range(YIELDS):
+                os.sched_yield()
+                if any(segment.words[word] >= target for segment, word, target in waits):
+                    return True
+            return False
+        looks = range(SPINS // len(waits))
         if len(waits) == 1:
             [(segment, word, target)] = waits
             words = segment.words
@@ -304,12 +312,12 @@ class Engine:
             if self._closed:
                 return
             time.sleep(GRACE_SECONDS)
-            pause = _Pause(self, 0.0, THREAD_NAP_SECONDS)  # the core is its caller's
+            pause = _Pause(self, THREAD_NAP_SECONDS)  # the core is its caller's
             while self.active and not self._closed:
                 if self._drivers:  # somebody waits, and so does this thread's work
                     time.sleep(GRACE_SECONDS)
                 elif self.advance():
-                    pause = _Pause(self, 0.0, THREAD_NAP_SECONDS)
+                    pause = _Pause(self, THREAD_NAP_SECONDS)
                 else:
                     pause.rest()
             self._awake = False
@@ -318,22 +326,18 @@ class Engine:
 
 
 class _Pause:
-    """What to do while nothing moves: offer the core, sleep; and see whether the peers live."""
+    """What to do while nothing moves: sleep, and see whether the peers live."""
 
-    __slots__ = ("_engine", "_looked", "_nap_seconds", "_since", "_yield_seconds")
+    __slots__ = ("_engine", "_looked", "_nap_seconds", "_since")
 
-    def __init__(self, engine: Engine, yield_seconds: float, nap_seconds: float) -> None:
+    def __init__(self, engine: Engine, nap_seconds: float) -> None:
         self._engine = engine
-        self._yield_seconds, self._nap_seconds = yield_seconds, nap_seconds
+        self._nap_seconds = nap_seconds
         self._since = self._looked = time.monotonic()
 
-    def rest(self) -> bool:
-        """Whether it took long enough for a look at the clock."""
+    def rest(self) -> None:
         now = time.monotonic()
         waited = now - self._since
-        if waited < self._yield_seconds:
-            os.sched_yield()
-            return False
         if now - self._looked > min(LOOK_SECONDS, max(waited, NAP_SECONDS) / 2):
             self._looked = now
             with self._engine.lock:
@@ -341,7 +345,6 @@ class _Pause:
                     lane.look(now)
             self._engine.settle()
         self._sleep(POLL_SECONDS[waited > LOOK_SECONDS])
-        return True
 
     def _sleep(self, poll_seconds: float) -> None:
         waits, polled = self._engine.lacked()
