@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import faults
+import faults_cp_ep_pp
 from fivefold.config.load import load
 from fivefold.config.tree import Config
 from fivefold.proof.verify import Case, Verifier
@@ -62,29 +63,34 @@ FAULTS = [
     Fault(faults.divided_by_own_tokens, REPLICAS, "dp_replicate", "gradient"),
     Fault(faults.learning_rate_by_rank, REPLICAS, "dp_replicate", ""),
     Fault(faults.documents_mixed, REPLICAS, "dp_replicate", "layers.0 (forward)"),
-    Fault(faults.label_lost_at_a_boundary, RING, "cp", ""),
-    Fault(faults.positions_start_at_zero, RING, "cp", "layers.0 (forward)"),
-    Fault(faults.ring_backward_scaled, RING, "cp", "attention.key"),
-    Fault(faults.ring_sees_the_future, RING, "cp", "layers.0 (forward)"),
-    Fault(faults.heads_return_in_another_order, RING | {"context": "ulysses"}, "cp", "layers.0 (forward)"),
-    Fault(faults.context_gradients_not_summed, RING, "cp", "gradient"),
-    Fault(faults.auxiliary_loss_by_rank, RING, "cp", "gradient", preset=MOE),
-    Fault(faults.expert_gradients_doubled, EP, "ep", "gradient", preset=MOE),
-    Fault(faults.rows_reach_other_experts, EP, "ep", "layers.0 (forward)", preset=MOE),
-    Fault(faults.dispatched_weights_forgotten, EP, "dp_shard", "layers.0 (forward)", preset=MOE),
-    Fault(faults.accumulation_not_divided, PIPE, "pp", "gradient", "2"),
-    Fault(faults.tied_copies_apart, PIPE, "pp", "embedding"),
-    Fault(faults.weight_gradients_twice, PIPE | {"schedule": "zb_h1"}, "pp", "gradient"),
-    Fault(faults.stage_gradient_cast, PIPE, "pp", "gradient"),
+    Fault(faults_cp_ep_pp.label_lost_at_a_boundary, RING, "cp", ""),
+    Fault(faults_cp_ep_pp.positions_start_at_zero, RING, "cp", "layers.0 (forward)"),
+    Fault(faults_cp_ep_pp.ring_backward_scaled, RING, "cp", "attention.key"),
+    Fault(faults_cp_ep_pp.ring_sees_the_future, RING, "cp", "layers.0 (forward)"),
+    Fault(
+        faults_cp_ep_pp.heads_return_in_another_order,
+        RING | {"context": "ulysses"},
+        "cp",
+        "layers.0 (forward)",
+    ),
+    Fault(faults_cp_ep_pp.context_gradients_not_summed, RING, "cp", "gradient"),
+    Fault(faults_cp_ep_pp.auxiliary_loss_by_rank, RING, "cp", "gradient", preset=MOE),
+    Fault(faults_cp_ep_pp.expert_gradients_doubled, EP, "ep", "gradient", preset=MOE),
+    Fault(faults_cp_ep_pp.rows_reach_other_experts, EP, "ep", "layers.0 (forward)", preset=MOE),
+    Fault(faults_cp_ep_pp.dispatched_weights_forgotten, EP, "dp_shard", "layers.0 (forward)", preset=MOE),
+    Fault(faults_cp_ep_pp.accumulation_not_divided, PIPE, "pp", "gradient", "2"),
+    Fault(faults_cp_ep_pp.tied_copies_apart, PIPE, "pp", "embedding"),
+    Fault(faults_cp_ep_pp.weight_gradients_twice, PIPE | {"schedule": "zb_h1"}, "pp", "gradient"),
+    Fault(faults_cp_ep_pp.stage_gradient_cast, PIPE, "pp", "gradient"),
     Fault(faults.skip_decided_locally, REPLICAS, "dp_replicate", ""),
     Fault(faults.parts_orthogonalised, TP, "tp", "(update)", optimizer="muon"),
 ]
 FEW = {
     faults.norm_gradients_not_summed,
     faults.gradients_are_means,
-    faults.ring_backward_scaled,
-    faults.expert_gradients_doubled,
-    faults.accumulation_not_divided,
+    faults_cp_ep_pp.ring_backward_scaled,
+    faults_cp_ep_pp.expert_gradients_doubled,
+    faults_cp_ep_pp.accumulation_not_divided,
 }
 
 
