@@ -1,4 +1,4 @@
-"""The run directory: chosen so that no earlier run is touched, and what every run puts there."""
+"""The run directory: its choice, so that no earlier run is overwritten, and the files that every run has in it."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ RUNS = Path("runs")
 
 
 def choose_directory(run: Run, resume: bool) -> Path:
-    """Where the run lives. Touches nothing.
+    """The directory of the run. Creates nothing.
 
     A directory that holds a run is only used to resume it. Where `run.dir` is not given, a new run takes
     runs/NAME, or the first of runs/NAME-2, runs/NAME-3, … that is free.

@@ -8,7 +8,7 @@ from fivefold.trainer.batches import MicroBatch
 
 
 def evaluate(model: ParallelModel, shares: Iterable[Sequence[MicroBatch]], agreement: Agreement) -> float:
-    """Nats per counted token over all shares of all ranks: one sum divided by one count. Collective."""
+    """The loss in nats per counted token over all ranks: one sum divided by one count. Collective."""
     loss_sum = counted = 0.0
     for share in shares:
         loss_sum += model.evaluate(share) * model.counts_results

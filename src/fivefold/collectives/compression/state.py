@@ -1,4 +1,5 @@
-"""What a compressor remembers between steps, by parameter (on another number of ranks: `trainer.state.Regrouped`)."""
+"""What a compressor remembers between steps, by parameter (on another number of ranks:
+`trainer.state.RegroupedCompression`)."""
 
 from collections.abc import Mapping
 
