@@ -1,8 +1,8 @@
-"""Causal attention of whole rows on CPUs, in blocks of queries that see only the keys up to their end.
+"""Causal attention of whole sequences on CPUs, in blocks of queries.
 
-Half the work of a full score matrix, all of it in batched matrix products, with the probabilities kept for
-backward: about twice as fast as torch's flash kernel for CPUs, which computes them again. Pieces of rows, as
-context parallelism has them, are computed in `blocked_attention.py`.
+A block computes scores only up to its last query, so half of the score matrix, all in batched matrix products.
+Probabilities are saved for backward: about twice as fast as torch's flash kernel for CPUs, which recomputes them.
+Partial sequences, for context parallel: `blocked_attention.py`.
 """
 
 from math import sqrt
@@ -36,9 +36,9 @@ def blocked_causal_attention(
 
 
 class _BlockedCausal(torch.autograd.Function):
-    """Inside, the queries that share a KV head lie side by side: `[n, sequence · group, head_dim]` for n KV heads of
-    all rows, so a block of queries is one matrix a KV head, and a view. The result is laid out by positions,
-    `[batch, sequence, heads, head_dim]`, as the output projection reads it: it keeps no copy of its own.
+    """Internally the queries that share a KV head are adjacent: `[n, sequence · group, head_dim]` for the n KV heads of
+    all rows. So a block of queries is one matrix per KV head, and a view. The result is laid out as
+    `[batch, sequence, heads, head_dim]`, as the output projection reads it, which therefore saves no copy.
     """
 
     @staticmethod
@@ -96,7 +96,7 @@ def _blocks(sequence: int) -> list[tuple[int, int]]:
 
 
 def _future(group: int, like: Tensor) -> Tensor:
-    """What is added to the scores of a block's queries (times group) and its keys: −∞ for keys after the query."""
+    """The causal mask added to the scores of a block's queries (times group): −∞ for keys after the query."""
     forbidden = torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
     return forbidden.repeat_interleave(group, dim=0)
 

@@ -28,10 +28,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and one number a row.
+    """Saves its input and one number per row.
 
-    Holds a weight gradient, so a pipeline schedule that splits backward runs it twice: a few passes over
-    the stream, little beside a layer's products.
+    It computes a weight gradient, so a schedule that splits backward runs it twice: a few passes over the residual
+    stream, little beside a layer's matmuls.
     """
 
     @staticmethod
@@ -50,7 +50,7 @@ class _RMSNorm(torch.autograd.Function):
         factors = inverse.reshape(-1)
         product = incoming * rows
         weight_grad = product.T.mv(factors)
-        # Σ_j grad_j · weight_j · x_j of each row, over hidden and the mean square: how much of x to take away
+        # per row: Σ_j grad_j · weight_j · x_j / (hidden · mean square), the component along x to subtract
         along = product.mv(weight).mul_(factors.square()).div_(x.shape[-1])
         result = torch.mul(incoming, weight, out=product)
         result.addcmul_(rows, along.unsqueeze(1), value=-1.0).mul_(factors.unsqueeze(1))
