@@ -12,9 +12,9 @@ OWN, SHARED = "own/", "shared/"
 
 
 class Memory:
-    """Tensors by parameter name; changes of a step are kept apart until the step is settled.
+    """Tensors by parameter name; the changes of a step are pending until `settle`.
 
-    `own` ones differ from rank to rank and count as a sum over the ranks; `shared` ones are the same on all.
+    `own` tensors differ between ranks, and only their sum over the ranks matters; `shared` ones are equal on all ranks.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Memory:
         self._pending[f"{SHARED}{kind}/{name}"] = value
 
     def settle(self, applied: bool) -> None:
-        """Keeps what the step has changed, or forgets it."""
+        """Commits the changes of the step if it was applied, else discards them."""
         if applied:
             self._kept.update(self._pending)
         self._pending = {}
