@@ -3,12 +3,17 @@
 import json
 from collections.abc import Callable, Sequence
 from importlib import resources
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fivefold.cli.main import main
+from fivefold.config.tree import Experts, Model
+from fivefold.ledger import hardware
+from fivefold.ledger.expert import holders_per_token
+from fivefold.ledger.job import Job
 
 Lines = Callable[[str], tuple[int, Any]]
 SHIPPED = (
@@ -140,3 +145,54 @@ def test_expert_traffic_that_a_row_says_is_overlapped_hides_under_products(
     )
     assert plain > 1.05 * dual
     assert dual == megatron
+
+
+def predictions(line: str, validated: Callable[[bytes], Any], *changes: dict[str, str]) -> list[float]:
+    """Step times of the row whose id begins so, with some cells written over."""
+    row = [next(item for item in SHIPPED if item.startswith(line))]
+    return [validated(changed(row, **columns))[0]["predicted"] for columns in changes]
+
+
+def test_tokens_sent_once_a_node_cross_the_network_less(validated: Callable[[bytes], Any]) -> None:
+    each, once = predictions(
+        "dgxc2505_dsv3_H100", validated, {"overlap_notes": ""}, {"overlap_notes": "DeepEP"}
+    )
+    assert each > 1.05 * once
+
+
+def test_deepspeeds_pipeline_waits_for_its_messages(validated: Callable[[bytes], Any]) -> None:
+    plain, waits = predictions("sc21_t1_145", validated, {}, {"overlap_notes": "DeepSpeed"})
+    assert waits > plain
+
+
+def test_zero_1_within_a_node_takes_less_traffic_between_nodes(validated: Callable[[bytes], Any]) -> None:
+    wide, narrow = predictions(
+        "internlm7b_1024_z8\t",
+        validated,
+        {"zero_stage_or_fsdp": "ZeRO-1 over 1024"},
+        {"zero_stage_or_fsdp": "ZeRO-1 over 8"},
+    )
+    assert wide > narrow
+
+
+def test_an_eager_softmax_passes_over_the_scores_more_often(validated: Callable[[bytes], Any]) -> None:
+    eager, compiled = predictions("nanogpt_124m_eager", validated, {}, {"compiled": "yes"})
+    assert eager > 1.5 * compiled
+
+
+@pytest.mark.parametrize(("groups", "chosen"), [(1, 1), (4, 2)])
+def test_holders_of_a_tokens_experts(groups: int, chosen: int) -> None:
+    """Against every choice there is: 3 of 16 experts, of all groups or of two, dealt over 4 and 8 ranks."""
+    experts = Experts(count=16, top_k=3, ffn=8, groups=groups, top_groups=chosen)
+    model = Model(layers=2, hidden=8, heads=2, ffn=8, vocab=32, experts=experts)
+    job = Job(
+        model=model, hardware=hardware.preset("2x8 h100"), micro_batch=1, microbatches=1, sequence_length=8
+    )
+    each = 16 // groups
+    for parts in (4, 8):
+        held = [
+            len({expert * parts // 16 for expert in choice})
+            for pool in combinations(range(groups), chosen)
+            for choice in combinations([g * each + i for g in pool for i in range(each)], 3)
+        ]
+        assert holders_per_token(job, parts) == pytest.approx(sum(held) / len(held), rel=1e-12)

@@ -42,7 +42,8 @@ class Stack:
         overlap_experts: expert all-to-alls run under another micro-batch's matmuls (DualPipe; Megatron's 1F1B with
             its all-to-all overlapped).
         fused_softmax: stored scores need batch · heads divisible by this for the one-kernel softmax (Megatron's
-            fused kernel: 4); otherwise scale, mask, upcast, softmax and downcast are a pass each.
+            fused kernel: 4); otherwise, and always where it is 0 (eager torch), scale, mask, upcast, softmax and
+            downcast are a pass each.
         fused_loss: cross-entropy is one kernel.
         loss_bytes: peak bytes per logit in the loss: 6 where softmax and gradient are computed in place of one
             float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
@@ -59,8 +60,8 @@ class Stack:
         sums_in_part: the all-reduce of gradients that tensor-parallel ranks compute in part (norms, routers,
             replicated KV heads) has a traffic row.
         ring_gradient: bytes of a gradient of keys and values on the ring; 0 = as an activation.
-        dispatch_once: a token goes once to each rank that holds some of its experts, permuted in the
-            same kernel (DeepEP, HybridEP); otherwise once per expert.
+        dispatch_once: a token crosses the network once to each node, and goes once to each rank, that holds some of
+            its experts, permuted in the same kernel (DeepEP, HybridEP); otherwise once per expert.
         bucket_bytes: flat buffers that gradients and parameters pass through on the wire (DeepSpeed: two of 5e8
             elements).
         graphs: kernels are launched as recorded graphs, not one by one by the host.

@@ -62,7 +62,8 @@ def _unfused(core: Core, job: Job) -> tuple[float, float]:
         products /= physics.misaligned
     elements = float(batch * core.queries * core.keys)
     dropped = (2 * item + 1) if job.stack.dropout else 0
-    apart = 8 * 4 if batch % job.stack.fused_softmax else 0
+    fused = job.stack.fused_softmax
+    apart = 8 * 4 if not fused or batch % fused else 0
     forward = elements * (2 * item + dropped + apart)
     backward = elements * (3 * item + dropped + apart)
     return (

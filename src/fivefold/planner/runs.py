@@ -146,6 +146,8 @@ def _experts(row: Row, count: int, ffn: int, layers: int) -> Experts:
         ffn=width,
         shared_ffn=shared * width,
         dense_layers=min(dense, layers - 1),
+        groups=8 if count == 256 else 1,
+        top_groups=4 if count == 256 else 1,
     )
 
 
@@ -226,7 +228,7 @@ def zero_of(row: Row, dp: int) -> tuple[int, int]:
     group = re.search(r"(?:over|group|FSDP) (?:dp\*cp=)?(\d+)", text)
     size = int(group[1]) if group else 0
     if re.search(r"ZeRO-1|ptim_?izer|optim|Adam", text) and not re.search("FSDP", text):
-        return (0, 0) if re.match(r"0\b|ZeRO-0", text) else (1, 0)
+        return (0, 0) if re.match(r"0\b|ZeRO-0", text) else (1, size)
     if re.search(r"ZeRO-2|SHARD_GRAD_OP", text):
         return 2, size
     if re.search(r"ZeRO-3|FULL_SHARD|FSDP", text):

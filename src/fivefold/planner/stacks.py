@@ -73,7 +73,7 @@ def stack_of(row: Columns) -> Stack:
     old = not is_hopper_or_newer(row) and megatron(row) and not says(row, r"transformer_engine|flash")
     pure = says(row, r"bf16 PURE")
     if megatron(row):
-        half = (old or says(row, r"\bfp16\b")) and not says(row, r"fp32 grad")
+        half = (old or says(row, r"\bfp16\b|bf16 gradients")) and not says(row, r"fp32 grad")
         gradient, copy, master = (2 if half else 4), 2, 4
     elif fsdp(row):
         gradient, copy, master = (2 if pure else 4), 2, (2 if pure else 4)
@@ -87,7 +87,7 @@ def stack_of(row: Columns) -> Stack:
     )
     return Stack(
         attention=attention(row),
-        fused=megatron(row) or says(row, r"nanotron"),
+        fused=megatron(row) or says(row, r"nanotron|fused (layer ?norm|dropout|kernels)"),
         compiled=compiled,
         dropout=dropout(row),
         compute_copy=copy,
@@ -96,7 +96,7 @@ def stack_of(row: Columns) -> Stack:
         reduce=2 if half_reduce(row, gradient) else 4,
         moments=4 if pure else 8,
         overlap_gradients=overlapped or (is_hopper_or_newer(row) and megatron(row)),
-        overlap_parameters=is_hopper_or_newer(row) or fsdp(row),
+        overlap_parameters=is_hopper_or_newer(row) or (fsdp(row) and not says(row, "DeepSpeed")),
         overlap_tensor=says(row, r"userbuffer|tp-comm-overlap|async ?TP")
         and not says(row, r"tp_comm_overlap (off|False)|vanilla TP"),
         overlap_tensor_backward=is_hopper_or_newer(row) and megatron(row),
@@ -104,8 +104,9 @@ def stack_of(row: Columns) -> Stack:
             row, r"DualPipe|overlap-moe-expert-parallel-comm|(a2a|all-to-all|dispatch)[ -](is |are )?overlap"
         ),
         dispatch_once=says(row, r"Megatron-Bridge|DeepEP|HybridEP"),
-        overlap_pipeline=True,
-        fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge") or compiled,
+        overlap_pipeline=not says(row, r"DeepSpeed|BLOOM"),
+        fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge|(fused|apex) cross-?entropy|fused classifier")
+        or compiled,
         loss_bytes=6.0 if megatron(row) else 12.0 if compiled else 14.0,
         early_stop=says(row, r"torchtitan"),
         returns_logits=says(row, r"torchtitan"),
@@ -114,7 +115,7 @@ def stack_of(row: Columns) -> Stack:
         bucket_bytes=2e9 if says(row, r"DeepSpeed") else 0.0,
         graphs=graphs(row),
         scatter_messages=megatron(row) and not says(row, r"DeepSpeed"),
-        fused_softmax=4 if old else 1,
+        fused_softmax=4 if old else 1 if megatron(row) or compiled else 0,
     )
 
 
