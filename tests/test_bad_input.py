@@ -318,11 +318,38 @@ VERIFY = [
         "a.toml",
         "--save",
         "no/where",
-        says=("--save no/where", "director"),
+        says=("--save", "no/where", "director"),
     ),
-    words("verdicts into a directory", "verify", "a.toml", "--save", ".", says=("--save .", "director")),
+    words("verdicts into a directory", "verify", "a.toml", "--save", ".", says=("--save", '"."', "director")),
 ]
-CASES = FILES + OVERRIDES + CONTRADICTIONS + TRAIN + COMMANDS + VERIFY
+COMM = [
+    words(
+        f"{command} into {place}",
+        "comm",
+        command,
+        *given,
+        f"--{option}",
+        place,
+        says=(option, f'"{place}"', "a file"),
+    )
+    for place in ("no/where", ".")
+    for command, given, option in (
+        ("bench", (), "html"),
+        ("trace", ("ring",), "html"),
+        ("calibrate", (), "output"),
+    )
+]
+COMM += [
+    words(
+        "more ranks than a machine starts",
+        "comm",
+        "bench",
+        "--ranks",
+        "100000",
+        says=("100000 local ranks", "at most"),
+    )
+]
+CASES = FILES + OVERRIDES + CONTRADICTIONS + TRAIN + COMMANDS + VERIFY + COMM
 
 
 @pytest.fixture(autouse=True)

@@ -161,6 +161,30 @@ def test_ranks_do_not_outlive_a_killed_launcher() -> None:
     assert output.count("saved") == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_a_rank_that_finds_its_launcher_dead_does_not_begin() -> None:
+    program = (
+        "import os\n"
+        "from fivefold.trainer.launch import as_rank\n"
+        "from fivefold.trainer.place import place_from\n"
+        "with as_rank(place_from(os.environ)):\n"
+        "    print('begins')\n"
+    )
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    for launcher, output in ((os.getpid(), "begins\n"), ((1 << 22) + 1, "")):
+        environment = os.environ | ranks | {"TORCHELASTIC_RUN_ID": f"fivefold-{launcher}"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+        )
+        assert done.stdout == output, done.stderr
+
+
 def test_the_working_directory_shadows_nothing(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit(9)")
     start = [sys.executable, "-P", "-c", LOCAL, "1", "unused", "-c", "import random"]
@@ -199,6 +223,15 @@ def check_two_ranks(command: list[str], name: str) -> None:
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert lines == [f"rank {rank} of 2 steps as {name}" for rank in range(2)]
+
+
+def test_torchrun_ends_with_the_line_about_bad_input() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", RANK, "bad", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    line, rule, *_ = [line for line in done.stderr.splitlines() if line.strip()][-2:]
+    assert line.strip().endswith("run.toml:3: batch.global_batch = 5: 2 ranks do not divide it")
+    assert set(rule) == {"="}
+    assert "as_rank" not in done.stderr  # no traceback of ours
 
 
 def test_real_torchrun() -> None:

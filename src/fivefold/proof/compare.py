@@ -234,7 +234,12 @@ def kind_of(found: Tensor, expected: Tensor, pieces: Sequence[Sent] = ()) -> str
     if float(found.norm()) <= 1e-9 * float(size):
         return "zero: it never arrives"
     factor = float((found * expected).sum() / size.square())
-    if float((found - factor * expected).norm()) <= 1e-6 * float(size) < abs(factor - 1) * float(size):
+    told = found.numel() > 1 or not _number(factor).lstrip("-").count(
+        "."
+    )  # one element is always some multiple
+    if told and float((found - factor * expected).norm()) <= 1e-6 * float(size) < abs(factor - 1) * float(
+        size
+    ):
         return f"a constant factor, {_number(factor)}"
     parts = list(dict.fromkeys(piece.part for piece in pieces if piece.part.numel))
     bad = [part for part in parts if not _close(found[_box(part)], expected[_box(part)])]

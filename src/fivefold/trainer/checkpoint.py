@@ -17,7 +17,7 @@ import socket
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,13 +132,15 @@ class Checkpointer:
         path: Path,
         state: Mapping[str, Tensor | Piece],
         accept: Callable[[dict[str, Any]], None] = lambda counters: None,
+        leave: Callable[[list[str]], Collection[str]] = lambda unasked: (),
     ) -> dict[str, Any]:
         """Fills the tensors of `state` in place from the checkpoint `path`; returns the counters saved there.
 
         Any layout may load what any layout saved. First every file's checksum is verified (each rank takes a
         part), then names, shapes and dtypes are compared: anything damaged, missing, unasked for or different
         raises CheckpointError on every rank, and no tensor has been touched. Neither has one when `accept`, which
-        sees the counters first, raises.
+        sees the counters first, raises. `leave` sees the stored names that no rank asks for, and says which of them
+        may stay where they are.
         """
         self._settle()
         problems: list[str] = []
@@ -153,7 +155,9 @@ class Checkpointer:
         self._agree(problems, stored.fingerprint if stored else "")
         assert stored is not None  # else some rank, this one, had a problem
         accept(stored.counters)
-        self._agree(stored.differences(state, self._unasked(stored, state)))
+        unasked = self._unasked(stored, state)
+        left = leave(unasked)
+        self._agree(stored.differences(state, [name for name in unasked if name not in left]))
         try:
             with self._quietly():
                 state_dict_loader.load(

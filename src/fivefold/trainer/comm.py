@@ -145,7 +145,8 @@ def bench_rows(joined: Joined, request: Request, tell: Callable[[str], None]) ->
     for primitive in request.primitives:
         for size in request.sizes:
             tell(f"{primitive} {size}")
-            cases = _cases(joined, request, primitive, size)
+            if not (cases := _cases(joined, request, primitive, size)):
+                continue  # of the algorithms asked for, none serves this primitive
             for result in bench.measure(cases):
                 rows.append(_row(joined, request, fabrics, result.case, result.seconds, result.wrong))
     return rows

@@ -32,7 +32,13 @@ def identity(config: Config, samples: str) -> dict[str, Any]:
 
 
 def refuse_change(stored: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
-    """Raises BadInput if a run of identity `now` cannot continue from a `checkpoint` of identity `stored`."""
+    """Raises BadInput if a run of identity `now` cannot continue from a `checkpoint` of identity `stored`. Weights
+    written by `fivefold convert` have no identity."""
+    if not stored:
+        raise BadInput(
+            f"{checkpoint} holds weights alone, no run to go on with; train from the Hugging Face directory they came "
+            "from (fivefold train CONFIG --set model.path=DIR)"
+        )
     key = next((key for key in stored if stored[key] != now.get(key)), None)
     if key is None:
         return
@@ -56,8 +62,9 @@ def check_resume(config: Config, checkpoints: Path) -> None:
     """
     for newest in checkpoint_directory.complete(checkpoints)[-1:]:
         try:
-            stored = json.loads((newest / checkpoint_directory.MANIFEST).read_bytes())["counters"]["identity"]
-            now = identity(config, stored[SAMPLES])
+            manifest = json.loads((newest / checkpoint_directory.MANIFEST).read_bytes())
+            stored = manifest["counters"].get("identity", {})
+            now = identity(config, stored[SAMPLES] if stored else "")
         except (OSError, ValueError, KeyError, TypeError):
             return
         refuse_change(stored, now, newest)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+MOST_RANKS_PER_CORE = 32
+"""Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Messages of ranks that failed only because another rank is gone.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -39,7 +41,9 @@ SIGNAL_HINTS = {
 }
 
 
-def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None = None) -> int:
+def start_local(
+    arguments: Sequence[str], ranks: int, failure_file: Path | None = None, *, saves: bool = True
+) -> int:
     """Starts `ranks` processes of this Python with `arguments` on this host and waits for them.
 
     If a rank fails, all are ended, and one line on stderr names the first failure. SIGINT, SIGTERM, SIGHUP and SIGUSR1
@@ -50,17 +54,22 @@ def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None 
         arguments: what follows `python`, e.g. ["-m", "fivefold", "train", "run.toml"].
         ranks: how many.
         failure_file: where the traceback of the rank that failed first is written.
+        saves: whether ranks that are asked to stop have something to save; else a signal just ends them.
 
     Returns:
         0 = all ranks succeeded, 1 = one failed or a signal stopped them, 2 = bad input.
+
+    Raises:
+        BadInput: more ranks than this machine should start.
     """
+    _check_count(ranks)
     with ExitStack() as stack:
         logs = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="fivefold-", ignore_cleanup_errors=True)
         )
         stack.enter_context(_rank_environment(os.environ, ranks))
         stack.enter_context(_silence("torch.distributed.elastic"))
-        relay = stack.enter_context(_Relay())
+        relay = stack.enter_context(_Relay(saves))
         try:
             relay.agent = _agent(arguments, ranks, logs)
             failures = relay.agent.run().failures
@@ -69,16 +78,25 @@ def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None 
         return _verdict(relay, failures, failure_file)
 
 
+def _check_count(ranks: int) -> None:
+    most = MOST_RANKS_PER_CORE * usable_cores()
+    if ranks > most:
+        raise BadInput(
+            f"{ranks} local ranks: more than {MOST_RANKS_PER_CORE} for each of this machine's cores; at most "
+            f"{most} here, or start the ranks of several machines with torchrun or srun"
+        )
+
+
 def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
     """Reports how the ranks ended, unless they succeeded; returns the exit code."""
     if relay.killed:
-        _say("killed; what was not saved yet is lost")
+        _say("killed; what was not saved yet is lost" if relay.saves else "killed")
         return 1
     if relay.name and not failures:
         _say(f"stopped by {relay.name}")
         return 1
     if relay.name and _is_secondary(next(iter(failures.values()))):
-        _say(f"stopped by {relay.name} before the ranks could save")
+        _say(f"stopped by {relay.name}{' before the ranks could save' if relay.saves else ''}")
         return 1
     return _report(failures, failure_file) if failures else 0
 
@@ -125,7 +143,8 @@ class _Relay:
     The agent's own handler would kill them after 30 seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool) -> None:
+        self.saves = saves
         self.agent: LocalElasticAgent | None = None
         self.name = ""  # of the first signal
         self.killed = False
@@ -152,7 +171,7 @@ class _Relay:
             self.name, self._first_at = signal.Signals(number).name, now
         if not pids:
             raise KeyboardInterrupt
-        if not self.killed:
+        if not self.killed and self.saves:
             _say(f"{self.name}: the ranks finish their step and save; a second one kills them")
         for pid in pids:
             with suppress(ProcessLookupError):  # ended already
@@ -163,13 +182,13 @@ class _Relay:
 
 
 @contextmanager
-def as_rank(place: Place | None) -> Iterator[None]:
+def as_rank(place: Place | None, *, debug: bool = False) -> Iterator[None]:
     """Context for everything a rank does: it uses its share of the cores, ends with its launcher, and reports its own
     failure once.
 
     An exception ends the process with exit code 2 for BadInput, else 1. For an elastic launcher it is recorded in the
-    error file, so that the launcher prints it once; under srun and mpirun the rank prints one line. Without a launcher
-    nothing is caught.
+    error file, so that the launcher prints it once (for bad input its line, with `debug` its traceback); under srun and
+    mpirun the rank prints one line. Without a launcher nothing is caught.
     """
     if place is None:
         yield
@@ -181,7 +200,7 @@ def as_rank(place: Place | None) -> Iterator[None]:
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # CheckpointException, for example, is not an Exception
-        _record(place, error)
+        _record(place, error, debug)
         sys.stdout.flush()
         sys.stderr.flush()
         # A regular exit would take process groups down while collectives are in flight, which aborts or hangs.
@@ -189,10 +208,13 @@ def as_rank(place: Place | None) -> Iterator[None]:
 
 
 def _follow_launcher(place: Place) -> None:
-    """Asks Linux to send SIGTERM when the launcher dies: otherwise its ranks would go on training unattended."""
+    """Asks Linux to send SIGTERM when the launcher dies: otherwise its ranks would go on training unattended. A
+    launcher that died while this rank was starting is noticed by its process id."""
     if place.launcher in ("fivefold", "torchrun", "accelerate") and sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if place.launcher_process and place.launcher_process != os.getppid():
+            os._exit(1)
 
 
 def _share_cores(place: Place) -> None:
@@ -204,7 +226,7 @@ def _share_cores(place: Place) -> None:
         torch.set_num_threads(threads)
 
 
-def _record(place: Place, error: BaseException) -> None:
+def _record(place: Place, error: BaseException, debug: bool) -> None:
     """The error file that torch's elastic agent reads; see its ErrorHandler for the format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     message = str(error) if isinstance(error, BadInput | RunFailed) else f"{type(error).__name__}: {error}"
@@ -212,7 +234,9 @@ def _record(place: Place, error: BaseException) -> None:
         if not _is_consequence(message):
             _say(f"rank {place.rank}: {' '.join(message.split())}")
         return
-    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    # What torchrun prints last of all it prints: where in our code an input was refused is of no use there.
+    trace = message if isinstance(error, BadInput) and not debug else traceback.format_exc()
+    extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
     Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from fivefold.collectives.compression.state import OWN
 from fivefold.config.errors import RunFailed
 from fivefold.config.load import dump
 from fivefold.data.mixture import Mixture
@@ -32,7 +33,7 @@ from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer, optimizer_options
 from fivefold.trainer.profile import StepProfile
 from fivefold.trainer.session import Session
-from fivefold.trainer.state import Counters, RegroupedCompression, tensors
+from fivefold.trainer.state import COMPRESSION, Counters, RegroupedCompression, tensors
 from fivefold.trainer.step import Stepper, StepResult
 
 
@@ -97,8 +98,9 @@ class Loop:
         regrouped = RegroupedCompression(self.model, self.checkpoints.shapes(path))
         stored = self.checkpoints.load(
             path,
-            tensors(self.model, self.stepper.optimizer) | regrouped.tensors,
-            lambda counters: refuse_change(counters["identity"], self._identity(), path),
+            regrouped.asked(tensors(self.model, self.stepper.optimizer)),
+            lambda counters: refuse_change(counters.get("identity", {}), self._identity(), path),
+            self._left,
         )
         regrouped.adopt()
         del stored["identity"]
@@ -109,6 +111,18 @@ class Loop:
             self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
         self.saved_step = self.counters.step
         self.model.data.updated()
+
+    def _left(self, unasked: list[str]) -> list[str]:
+        """Of what a checkpoint holds and no rank asks for, what a run may do without: what compression kept of tensors
+        that this run does not compress, or not so."""
+        left = [name for name in unasked if name.startswith(COMPRESSION)]
+        unsent = [name for name in left if name.startswith(COMPRESSION + OWN)]
+        if unsent and self.session.is_main:
+            print(
+                f"what parallel.compression had not sent of gradients before is left out, in {len(unsent)} tensors: "
+                "this run keeps no such thing for them"
+            )
+        return left
 
     def start_from(self, weights: HubWeights) -> None:
         """Replaces the initial values by a Hugging Face model's weights; each rank reads its own parts."""

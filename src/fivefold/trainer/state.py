@@ -12,6 +12,8 @@ from fivefold.parallel.local import Piece
 from fivefold.spec.parts import Part
 from fivefold.trainer.optimizer import LocalOptimizer
 
+COMPRESSION = "compression."  # begins the names of what compression keeps
+
 
 @dataclass(slots=True)
 class Counters:
@@ -90,7 +92,7 @@ def compression_state(model: ParallelModel) -> list[CompressionTensor]:
             else:
                 part, shape = Part((0,) * value.dim(), tuple(value.shape)), tuple(value.shape)
                 row, rows = bucket.place
-            found.append(CompressionTensor(f"compression.{key}", value, part, shape, row, rows, is_own))
+            found.append(CompressionTensor(f"{COMPRESSION}{key}", value, part, shape, row, rows, is_own))
     return found
 
 
@@ -98,23 +100,36 @@ class RegroupedCompression:
     """Loads compression state that another number of ranks has saved: rank r of n takes the sum of rows r, r + n,
     r + 2n, ….
 
-    Shared tensors start anew: PowerSGD's factors converge again by themselves.
+    Shared tensors start anew: PowerSGD's factors converge again by themselves. So do tensors that the checkpoint lacks,
+    because the run was compressed in another way before, or not at all.
     """
 
     def __init__(self, model: ParallelModel, shapes: Mapping[str, tuple[Sequence[int], Any]]) -> None:
         """`shapes`: shape and dtype of the stored tensors, by name."""
         self._slabs: list[tuple[CompressionTensor, Tensor]] = []
-        self.tensors: dict[str, Tensor | Piece] = {}
+        self._tensors: dict[str, Tensor | Piece] = {}
+        self._new: set[str] = set()
         for each in compression_state(model):
-            stored = tuple(shapes[each.key][0]) if each.key in shapes else (each.rows,)
-            if stored[0] == each.rows:
+            if each.key not in shapes:
+                self._new.add(each.key)
                 continue
-            rows = stored[0] if each.is_own else 0
-            slab = each.value.new_empty(rows, *each.part.shape)
-            part = Part((0, *each.part.starts), (rows, *each.part.shape))
-            self.tensors[each.key] = Piece(slab, part, (stored[0], *each.shape))
+            stored = tuple(shapes[each.key][0])
+            if stored == (each.rows, *each.shape):
+                continue
+            rows, kept = (
+                (stored[0], each.part) if each.is_own else (0, Part((0,) * (len(stored) - 1), stored[1:]))
+            )
+            slab = each.value.new_empty(rows, *kept.shape)
+            part = Part((0, *kept.starts), (rows, *kept.shape))
+            self._tensors[each.key] = Piece(
+                slab, part, (stored[0], *(each.shape if each.is_own else stored[1:]))
+            )
             if each.is_own:
                 self._slabs.append((each, slab))
+
+    def asked(self, state: Mapping[str, Tensor | Piece]) -> dict[str, Tensor | Piece]:
+        """What is to be loaded in place of a run's `state`."""
+        return {name: tensor for name, tensor in {**state, **self._tensors}.items() if name not in self._new}
 
     def adopt(self) -> None:
         """Copies the loaded rows into the live tensors."""
