@@ -105,7 +105,7 @@ class Model(Section, frozen=True):
     ] = False
     qk_norm: Annotated[bool, Meta(description="RMSNorm on each head's queries and keys (Qwen3).")] = False
     embedding_norm: Annotated[bool, Meta(description="A norm right after the embedding (BLOOM).")] = False
-    positions: Annotated[Literal["rotary", "learned", "alibi"], Meta(description="How positions enter.")] = (
+    positions: Annotated[Literal["rotary", "learned", "alibi"], Meta(description="Position encoding.")] = (
         "rotary"
     )
     rope_theta: Annotated[float, Meta(gt=0.0, description="Base of the rotary frequencies.")] = 10000.0

@@ -15,7 +15,7 @@ Decay = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
 class Cluster(Section, frozen=True):
-    """What the run is planned for. Training itself does not read it."""
+    """The cluster to plan for. Training itself does not read it."""
 
     preset: Annotated[str, Meta(description='Nodes, GPUs a node and kind, e.g. "16x8 h100".')] = ""
     path: Annotated[str, Meta(description="A cluster file, e.g. one written by calibration.")] = ""
@@ -66,23 +66,23 @@ class Parallel(Section, frozen=True):
     algorithm: Annotated[
         Literal["backend", "ring", "halving-doubling", "recursive-doubling", "double-tree", "hierarchical"],
         Meta(
-            description="What sums gradients over the data axes and, with zero > 0, gathers parameters: the backend's "
-            "own collectives, or a program run over its messages while compute waits."
+            description="Collective algorithm of data parallel (gradient sums; with zero > 0 parameter gathers too): "
+            "the backend's own, or a program of point-to-point messages, for which compute waits."
         ),
     ] = "backend"
     compression: Annotated[
         Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"],
         Meta(
-            description="How gradients are summed over replicas; what is not sent is kept and added to the next "
-            "gradient."
+            description="Compression of gradient sums over replicas, with error feedback: what is not sent is added "
+            "to the next gradient."
         ),
     ] = "none"
     compression_density: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="topk: part of a bucket's elements that a rank sends.")
+        float, Meta(gt=0.0, le=1.0, description="topk: fraction of a bucket's elements that a rank sends.")
     ] = 0.01
     compression_threshold: Annotated[
         float,
-        Meta(gt=0.0, description="threshold: how many root mean squares an element must reach to be sent."),
+        Meta(gt=0.0, description="threshold: elements of at least so many root mean squares are sent."),
     ] = 3.0
     compression_rank: Annotated[
         int, Meta(ge=1, description="powersgd: columns of the two factors a gradient matrix is sent as.")
@@ -92,10 +92,12 @@ class Parallel(Section, frozen=True):
 class BatchRamp(Section, frozen=True):
     """A global batch that grows at the beginning, by equal increments after equal numbers of tokens."""
 
-    start: Annotated[int, Meta(ge=0, description="Sequences of the first steps; 0 = no ramp.")] = 0
-    increment: Annotated[int, Meta(ge=0, description="Sequences by which the batch grows at a time.")] = 0
+    start: Annotated[
+        int, Meta(ge=0, description="Global batch of the first steps, in sequences; 0 = no ramp.")
+    ] = 0
+    increment: Annotated[int, Meta(ge=0, description="Sequences added each time.")] = 0
     tokens: Annotated[
-        int, Meta(ge=0, description="Tokens consumed when the batch has grown to the global batch.")
+        int, Meta(ge=0, description="Tokens consumed until the batch reaches the global batch.")
     ] = 0
 
 
@@ -119,10 +121,11 @@ class Batch(Section, frozen=True):
 
 
 class Precision(Section, frozen=True):
-    """Numbers the model computes in. Master weights and reductions are float32 (float64 under float64)."""
+    """Precision of the computation. Master weights and reductions are float32 (float64 under float64)."""
 
     dtype: Annotated[
-        Literal["float64", "float32", "bf16", "fp16"], Meta(description="Compute type of the forward pass.")
+        Literal["float64", "float32", "bf16", "fp16"],
+        Meta(description="Compute dtype of forward and backward."),
     ] = "float32"
     max_skips: Annotated[
         int,
@@ -145,8 +148,8 @@ class Optimizer(Section, frozen=True):
     name: Annotated[
         Literal["adamw", "sgd", "muon"],
         Meta(
-            description="AdamW (fused), SGD with momentum, or Muon: the layers' matrices by Muon, each orthogonalised "
-            "whole whatever divides it, the rest by AdamW, with one learning rate."
+            description="AdamW (fused), SGD with momentum, or Muon: the layers' matrices by Muon (each as a whole, "
+            "however it is sharded), the rest by AdamW, with one learning rate."
         ),
     ] = "adamw"
     lr: Annotated[float, Meta(gt=0.0, description="Peak learning rate at the reference batch.")] = 3e-4
@@ -162,12 +165,12 @@ class Optimizer(Section, frozen=True):
     momentum: Annotated[
         float, Meta(ge=0.0, lt=1.0, description="SGD's and Muon's momentum (Muon's usual: 0.95).")
     ] = 0.9
-    weight_decay: Annotated[float, Meta(ge=0.0, description="Decoupled decay of decayed parameters.")] = 0.1
+    weight_decay: Annotated[float, Meta(ge=0.0, description="Decoupled weight decay.")] = 0.1
     no_decay: Annotated[
         tuple[Role, ...], Meta(description="Roles of parameters without decay (see `spec.parameters`).")
     ] = ("norm", "bias", "embedding")
     clip: Annotated[
-        float, Meta(ge=0.0, description="Largest norm of the whole gradient; 0 = no clipping.")
+        float, Meta(ge=0.0, description="Largest norm of the whole gradient (clipping); 0 = no clipping.")
     ] = 1.0
 
 
@@ -184,10 +187,10 @@ class Schedule(Section, frozen=True):
         Meta(ge=0, description="Linear warmup, in steps at the reference batch B_ref: steps·B_ref/B here."),
     ] = 0
     decay_fraction: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="wsd: last part of the run in which lr falls.")
+        float, Meta(gt=0.0, le=1.0, description="wsd: fraction of the run, at its end, in which lr decays.")
     ] = 0.2
     min_lr_fraction: Annotated[
-        float, Meta(ge=0.0, le=1.0, description="Final learning rate as a part of the peak.")
+        float, Meta(ge=0.0, le=1.0, description="Final learning rate as a fraction of the peak.")
     ] = 0.1
 
 
@@ -237,14 +240,14 @@ class Data(Section, frozen=True):
     ] = ""
     cache_dir: Annotated[
         str,
-        Meta(min_length=1, description="Where tokenizers and token shards are kept; shared by all ranks."),
+        Meta(min_length=1, description="Directory of tokenizers and token shards, shared by all ranks."),
     ] = "runs/data"
     document_mask: Annotated[
         bool,
-        Meta(description="Packed documents do not attend, and nothing is predicted, across their boundary."),
+        Meta(description="Attention and predictions do not cross the boundaries of packed documents."),
     ] = True
     validation_fraction: Annotated[
-        float, Meta(ge=0.0, lt=1.0, description="Part of the samples held out for evaluation.")
+        float, Meta(ge=0.0, lt=1.0, description="Fraction of the samples held out for evaluation.")
     ] = 0.01
 
 
@@ -301,7 +304,7 @@ class Log(Section, frozen=True):
 
 
 class Machine(Section, frozen=True):
-    """How the machine is used; what is measured, on rank 0 at the first start, is kept here and re-used on resume."""
+    """Machine settings. Those measured (rank 0, first start) are written into the run's config and reused."""
 
     matmul: Annotated[
         Literal["measure", "highest", "high", "medium"],
@@ -322,7 +325,7 @@ class Machine(Section, frozen=True):
         bool, Meta(description="On NVIDIA GPUs cuDNN times its algorithms at the first call of each shape.")
     ] = False
     peak_flops: Annotated[
-        float, Meta(ge=0.0, description="FLOP/s of one rank that MFU is stated against; 0 = measure.")
+        float, Meta(ge=0.0, description="Peak FLOP/s of one rank, the denominator of MFU; 0 = measure.")
     ] = 0.0
 
 
