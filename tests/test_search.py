@@ -160,7 +160,7 @@ def test_bounds_are_never_above_the_simulation(model: Model) -> None:
         built = pipeline.stages(plain, cost)
         message = pipeline.message_seconds(plain)
         line = pipeline.timeline(plain, built)
-        quick = quick_bound(point, Prices.of(cost), model, message) - plain.physics.step
+        quick = quick_bound(point, Prices.of(cost), model, message).seconds - plain.physics.step
         assert quick <= line.makespan * (1 + 1e-9)
         times = [stage.times for stage in built]
         for rank in range(point.pp):

@@ -1,5 +1,6 @@
 """Parameters that one rank holds of each part of the model, by the layout table, before any ZeRO split."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -104,6 +105,12 @@ class StageContent(NamedTuple):
     expert_layers: int
     first: bool
     last: bool
+
+
+def together(stages: Iterable[StageContent]) -> StageContent:
+    """What a rank with these stages holds."""
+    dense, expert, first, last = zip(*stages, strict=True)
+    return StageContent(sum(dense), sum(expert), any(first), any(last))
 
 
 @lru_cache(maxsize=4096)

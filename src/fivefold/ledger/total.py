@@ -187,20 +187,33 @@ class Tail(NamedTuple):
     rows: tuple[Row, ...]
 
 
-def tail(job: Job, built: list[Stage], rank: int, share: Share, place: int = 0) -> Tail:
-    """The end of one rank's step; `place` as in `data.rows`."""
-    own = [built[index] for index in pipeline.own_stages(job, rank)]
-    forward = sum(stage.times.forward for stage in own)
-    backward = sum(stage.times.input_grad + stage.times.weight_grad for stage in own)
-    contents = [stage.content for stage in own]
-    groups = data.groups(job, contents, share)
-    found = data.exposed(job, data.rows(job, groups, place), forward, backward)
-    found += [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
-    found += tensor.gradient_rows(job, contents)
-    found += muon.rows(job, contents, place)
-    found += data.agreements(job)
+class Closing(NamedTuple):
+    """What follows a rank's pipeline before compute hides any of it: the same for every schedule, recomputation and
+    size of micro-batch."""
+
+    data: list[Row]
+    others: list[Row]
+    update: float
+
+
+def closing(job: Job, built: list[Stage], rank: int, share: Share, place: int = 0) -> Closing:
+    """The traffic and update at the end of one rank's step; `place` as in `data.rows`."""
+    contents = [built[index].content for index in pipeline.own_stages(job, rank)]
+    others = [item for item in pipeline.rows(job, built, rank) if item.axis == "embedding"]
+    others += tensor.gradient_rows(job, contents)
+    others += muon.rows(job, contents, place)
+    others += data.agreements(job)
     update = optimizer_seconds(job, share) + muon.seconds(job, contents, share)
-    return Tail(sum(item.exposed_seconds for item in found), update, tuple(found))
+    return Closing(data.rows(job, data.groups(job, contents, share), place), others, update)
+
+
+def tail(job: Job, built: list[Stage], rank: int, close: Closing) -> Tail:
+    """The end of one rank's step."""
+    own = [built[index].times for index in pipeline.own_stages(job, rank)]
+    forward = sum(times.forward for times in own)
+    backward = sum(times.input_grad + times.weight_grad for times in own)
+    found = data.exposed(job, close.data, forward, backward) + close.others
+    return Tail(sum(item.exposed_seconds for item in found), close.update, tuple(found))
 
 
 def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[float, int, Tail]:
@@ -212,7 +225,7 @@ def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -
     def tail_of(rank: int) -> Tail:
         held = tuple(built[index].content for index in pipeline.own_stages(job, rank))
         if held not in tails:
-            tails[held] = tail(job, built, rank, shares[rank])
+            tails[held] = tail(job, built, rank, closing(job, built, rank, shares[rank]))
         return tails[held]
 
     biggest = max(range(job.pp), key=lambda rank: shares[rank].total)
@@ -247,7 +260,8 @@ def traffic_of(job: Job, rank: int, place: int = 0) -> tuple[Row, ...]:
     """One step's traffic of a pipeline rank; `place` among the ranks of its data and context axes."""
     built = pipeline.stages(job, pipeline.costs(job))
     share = pipeline.shares(job, built)[rank]
-    return (*_inner_rows(job, built, rank), *tail(job, built, rank, share, place).rows)
+    close = closing(job, built, rank, share, place)
+    return (*_inner_rows(job, built, rank), *tail(job, built, rank, close).rows)
 
 
 def _inner_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:

@@ -13,6 +13,7 @@ from fivefold.ledger.physics import Physics
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.shards import contents, parts
 from fivefold.ledger.simulate import StageTimes, held_at_once, least_alike
+from fivefold.ledger.total import Closing
 from fivefold.planner.space import Group, Point, Series, Wish
 from fivefold.spec import schedules
 from fivefold.spec.schedules import Entry, Kind
@@ -109,7 +110,16 @@ def _states(wish: Wish, series: Series, whole: RankContent, p: int) -> float:
     return (stack.gradient + read) * (dense + expert) + moments * fewest
 
 
-def quick_bound(point: Point, prices: Prices, model: Model, message: float) -> float:
+class Quick(NamedTuple):
+    """A bound of a point's step from one rank's work, and that rank's seconds of one micro-batch."""
+
+    seconds: float
+    rank: int
+    forward: float
+    backward: float
+
+
+def quick_bound(point: Point, prices: Prices, model: Model, message: float) -> Quick:
     """No step of this point is faster than any rank's work with what must pass before it starts, and after it
     ends (where backward is split, weight gradients may be done while others wait)."""
     held = rank_contents(model, point.schedule, point.pp, point.chunks)
@@ -117,10 +127,50 @@ def quick_bound(point: Point, prices: Prices, model: Model, message: float) -> f
     each = prices.forward if split else prices.both
     hops = message if split else 2 * message
     m = point.microbatches
-    slowest = max(
-        m * _cost(own, prices.both) + _cost(ahead, each) + rank * hops for rank, own, ahead in held.paths
+    seconds, rank, own = max(
+        (m * _cost(own, prices.both) + _cost(ahead, each) + rank * hops, rank, own)
+        for rank, own, ahead in held.paths
     )
-    return slowest + Physics().step
+    forward = _cost(own, prices.forward)
+    return Quick(seconds + Physics().step, rank, forward, _cost(own, prices.both) - forward)
+
+
+class End(NamedTuple):
+    """Seconds of what follows a rank's pipeline, by what may hide it: one backward, half of one, one forward (in each
+    micro-batch, with `windows`), nothing."""
+
+    under_backward: float
+    under_half: float
+    under_forward: float
+    bare: float
+    windows: float
+    shown: float
+
+    @staticmethod
+    def of(job: Job, close: Closing) -> "End":
+        hidden = {"gradient": 0.0, "backward": 0.0, "forward": 0.0}
+        bare = close.update + sum(item.exposed_seconds for item in close.others)
+        for item in close.data:
+            overlaps = (
+                job.stack.overlap_gradients if item.phase == "gradient" else job.stack.overlap_parameters
+            )
+            if overlaps:
+                hidden["forward" if item.phase == "optimizer" else item.phase] += item.seconds
+            else:
+                bare += item.exposed_seconds
+        windows = job.microbatches if job.zero >= 2 and job.pp == 1 else 1
+        reach = windows * job.physics.gradient_window
+        return End(
+            hidden["gradient"], hidden["backward"], hidden["forward"], bare, reach, job.physics.sharing
+        )
+
+    def least(self, forward: float, backward: float) -> float:
+        """What remains of it if all is hidden that may be."""
+        hidden = min(self.under_backward, self.windows * backward)
+        hidden += min(self.under_half, self.windows * backward / 2)
+        hidden += min(self.under_forward, self.windows * forward)
+        whole = self.under_backward + self.under_half + self.under_forward
+        return self.bare + whole - (1 - self.shown) * hidden
 
 
 def busiest(built: Sequence[Stage], point: Point) -> int:

@@ -19,9 +19,11 @@ from typing import NamedTuple
 from fivefold.ledger import pipeline, total
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
-from fivefold.ledger.shards import Share
+from fivefold.ledger.shards import Share, contents, together
 from fivefold.ledger.simulate import collector_paused
+from fivefold.ledger.total import Closing
 from fivefold.planner.bounds import (
+    End,
     Prices,
     alone,
     busiest,
@@ -157,10 +159,12 @@ def fold(layouts: Sequence[tuple[float, Job]]) -> list[Ranked]:
 
 
 class _Costing:
-    """Costs, prices and messages of shapes, each computed once."""
+    """Costs, prices and messages of shapes, and what follows ranks' pipelines, each computed once."""
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
+        self.closings: dict[tuple[object, ...], Closing] = {}
+        self.known_ends: dict[tuple[object, ...], tuple[End, ...]] = {}
         self.known: dict[Shape, tuple[Costs, Prices]] = {}
         self.messages: dict[tuple[Shape, int], float] = {}
 
@@ -179,6 +183,53 @@ class _Costing:
         if key not in self.messages:
             self.messages[key] = pipeline.message_seconds(job_of(self.wish, point))
         return self.messages[key]
+
+    def tail(self, job: Job, built: list[Stage], rank: int) -> float:
+        """Seconds that follow a rank's pipeline."""
+        tail = total.tail(job, built, rank, self._closing(job, built, rank))
+        return tail.late + tail.update
+
+    def _closing(self, job: Job, built: list[Stage], rank: int) -> Closing:
+        held = together(built[index].content for index in pipeline.own_stages(job, rank))
+        mesh = job.pp, job.dp_replicate, job.dp_shard, job.cp, job.tp, job.ep
+        key = (mesh, job.zero, job.sequence_parallel, held, job.microbatches if job.pp == 1 else 0)
+        if key not in self.closings:
+            share = pipeline.padded_share(job, built, rank)
+            self.closings[key] = total.closing(job, built, rank, share)
+        return self.closings[key]
+
+    def ends(self, point: Point, rank: int) -> tuple[End, ...]:
+        """What follows a rank's pipeline, for each division of the data-parallel ranks."""
+        stages = contents(self.wish.model, point.pp * point.chunks)
+        own = schedules.stages_of_rank(point.schedule, rank, point.pp, point.chunks)
+        held = together(stages[index] for index in own)
+        degrees = point.series.group._replace(shape=point.shape._replace(micro_batch=0, recompute=""))
+        key = (
+            degrees if point.pp == 1 else degrees._replace(microbatches=0),
+            held,
+            point.schedule in schedules.SPLITS_BACKWARD,
+        )
+        if key not in self.known_ends:
+            plain = job_of(self.wish, point)
+            built = pipeline.stages(plain, self.of(point.series)[0])
+            self.known_ends[key] = tuple(
+                End.of(job, self._closing(job, built, rank)) for job in divided(self.wish, point, plain)
+            )
+        return self.known_ends[key]
+
+
+def divided(wish: Wish, point: Point, plain: Job) -> list[Job]:
+    """A point's layouts."""
+    return [
+        replace(plain, zero=zero, dp_replicate=replicate, dp_shard=shard)
+        for zero, replicate, shard in data_layouts(wish, point)
+    ]
+
+
+class Ended(NamedTuple):
+    """A point whose bound includes what follows the pipeline."""
+
+    point: Point
 
 
 class Ready(NamedTuple):
@@ -210,7 +261,7 @@ def search(wish: Wish, keep: int = 10) -> Outcome:
 
 def _searched(wish: Wish, keep: int) -> _Found:
     costing, found = _Costing(wish), _Found(keep)
-    queue: list[tuple[float, int, Group | Series | Point | Ready | Bounded]] = []
+    queue: list[tuple[float, int, Group | Series | Point | Ended | Ready | Bounded]] = []
     order = count()
     for group in groups(wish):
         prices = costing.of(Series(group, group.shape, "1f1b"))[1]
@@ -230,8 +281,8 @@ def _searched(wish: Wish, keep: int) -> _Found:
 
 
 def _open(
-    wish: Wish, item: Group | Series | Point | Ready, costing: _Costing, found: _Found
-) -> Iterator[tuple[float, Series | Point | Ready | Bounded]]:
+    wish: Wish, item: Group | Series | Point | Ended | Ready, costing: _Costing, found: _Found
+) -> Iterator[tuple[float, Series | Point | Ended | Ready | Bounded]]:
     """What an item consists of, each with its bound; what cannot fit is left out."""
     if isinstance(item, Group):
         for series in _series(wish, item, costing, found):
@@ -245,11 +296,13 @@ def _open(
         prices = costing.of(item)[1]
         for point in points(wish, item):
             found.searched += 1
-            yield quick_bound(point, prices, wish.model, costing.message(point)), point
+            yield quick_bound(point, prices, wish.model, costing.message(point)).seconds, point
     elif isinstance(item, Point):
-        yield from _ready(wish, item, costing, found)
+        yield from _ended(wish, item, costing)
+    elif isinstance(item, Ended):
+        yield from _ready(wish, item.point, costing, found)
     else:
-        yield _bounded(item)
+        yield _bounded(item, costing)
 
 
 def _series(wish: Wish, group: Group, costing: _Costing, found: _Found) -> Iterable[Series]:
@@ -264,9 +317,18 @@ def _series(wish: Wish, group: Group, costing: _Costing, found: _Found) -> Itera
     return series_of(wish, group)
 
 
+def _ended(wish: Wish, point: Point, costing: _Costing) -> Iterator[tuple[float, Ended]]:
+    """The point with the busiest rank's own work, and what follows it in the best division of its data-parallel
+    ranks."""
+    prices = costing.of(point.series)[1]
+    quick = quick_bound(point, prices, wish.model, costing.message(point))
+    if ends := costing.ends(point, quick.rank):
+        yield quick.seconds + min(end.least(quick.forward, quick.backward) for end in ends), Ended(point)
+
+
 def _ready(wish: Wish, point: Point, costing: _Costing, found: _Found) -> Iterator[tuple[float, Ready]]:
-    """The point, if some division of its data-parallel ranks may fit. Memory of the first two ranks and of the
-    last is known from the order of their work alone, and so is the traffic after the pipeline."""
+    """The point, if some of its layouts may fit. Memory of the first two ranks and of the last is known from the order
+    of their work alone, and so is the traffic after the pipeline."""
     cost = costing.of(point.series)[0]
     plain = job_of(wish, point)
     built = pipeline.stages(plain, cost)
@@ -274,13 +336,12 @@ def _ready(wish: Wish, point: Point, costing: _Costing, found: _Found) -> Iterat
     shares = {rank: pipeline.rank_share(plain, built, rank) for rank in held}
     layouts = []
     too_large: set[int] = set()  # zero stages that do not fit on the most shards fit on no fewer
-    for zero, replicate, shard in data_layouts(wish, point):
-        if zero in too_large:
+    for job in divided(wish, point, plain):
+        if job.zero in too_large:
             continue
-        job = replace(plain, zero=zero, dp_replicate=replicate, dp_shard=shard)
         missing = _missing(job, cost, shares, held)
         if missing > 0:
-            too_large.add(zero)
+            too_large.add(job.zero)
             found.layout_missed(job, missing)
             continue
         found.feasible += 1
@@ -298,7 +359,7 @@ def _end(job: Job, built: list[Stage], rank: int) -> tuple[float, int]:
     return max((ends.own, rank), (ends.first, 0))
 
 
-def _bounded(ready: Ready) -> tuple[float, Bounded]:
+def _bounded(ready: Ready, costing: _Costing) -> tuple[float, Bounded]:
     """The point with bounds that include what follows the pipeline. Where backward is split a rank's weight
     gradients lag by its number, so the second rank, with the fewest to fill its waits, may be through later than
     the busiest."""
@@ -306,14 +367,8 @@ def _bounded(ready: Ready) -> tuple[float, Bounded]:
     end, rank = ready.end, ready.rank
     if job.pp > 1 and job.schedule in schedules.SPLITS_BACKWARD:
         end, rank = max((end, rank), _end(job, ready.built, 1))
-    layouts = [(end + job.physics.step + _after(one, ready.built, rank), one) for one in ready.layouts]
+    layouts = [(end + job.physics.step + costing.tail(one, ready.built, rank), one) for one in ready.layouts]
     return min(bound for bound, _ in layouts), Bounded(ready, tuple(layouts))
-
-
-def _after(job: Job, built: list[Stage], rank: int) -> float:
-    """Seconds that follow a rank's pipeline."""
-    tail = total.tail(job, built, rank, pipeline.padded_share(job, built, rank))
-    return tail.late + tail.update
 
 
 def _simulated(bounded: Bounded, found: _Found) -> list[tuple[float, Job]]:
