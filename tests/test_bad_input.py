@@ -246,6 +246,12 @@ COMMANDS = [
     words("convert onto something", "convert", "nowhere", "text", says=("text: is there already",)),
     words("generate from nothing", "generate", says=("required: RUN",)),
     words("generate from no run", "generate", "nowhere", says=("nowhere: not a run", "train printed")),
+    Case(
+        "generate from a Hugging Face model",
+        ("generate", "."),
+        (".: a Hugging Face model", "fivefold convert . RUN"),
+        {"config.json": "{}"},
+    ),
     words("negative tokens", "generate", "x", "--tokens", "-1", says=("--tokens", '"-1"', "≥ 0")),
     words("negative top-k", "generate", "x", "--top-k", "-1", says=("--top-k", '"-1"', "≥ 0")),
     words("negative temperature", "generate", "x", "--temperature", "-0.5", says=("--temperature", "≥ 0")),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.trainer import machine
 from fivefold.trainer.place import usable_cores
 from fivefold.trainer.stop import StopSignal
 from launch_environments import SRUN
@@ -25,6 +26,7 @@ print("launcher ready", flush=True)
 sys.exit(start_local(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])))
 """
 FOREVER = "100000"
+NEEDS_SHARED_MEMORY = pytest.mark.skipif(not machine.shares_memory(), reason="shared memory: Linux on x86-64")
 
 
 # Local ranks
@@ -88,9 +90,10 @@ def test_a_failed_rank_is_told_in_one_line(mode: str, code: int, line: str) -> N
     assert errors.startswith(line)
 
 
-def test_an_exception_is_told_in_one_line_and_its_traceback_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["raise", pytest.param("raise-shm", marks=NEEDS_SHARED_MEMORY)])
+def test_an_exception_is_told_in_one_line_and_its_traceback_kept(mode: str, tmp_path: Path) -> None:
     file = tmp_path / "run" / "failure.txt"
-    with started(*local("raise", failure_file=str(file))) as process:
+    with started(*local(mode, failure_file=str(file))) as process:
         code, _, errors = end(process)
     assert code == 1
     said = "fivefold: rank 1 failed: RuntimeError: the loss is a banana and so is the gradient"
@@ -232,6 +235,15 @@ def test_torchrun_ends_with_the_line_about_bad_input() -> None:
     assert line.strip().endswith("run.toml:3: batch.global_batch = 5: 2 ranks do not divide it")
     assert set(rule) == {"="}
     assert "as_rank" not in done.stderr  # no traceback of ours
+
+
+@NEEDS_SHARED_MEMORY
+def test_torchrun_names_the_rank_that_failed_and_not_one_that_missed_it() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", RANK, "raise-shm", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    cause = done.stderr.rpartition("Root Cause")[2]
+    assert "the loss is a banana" in cause
+    assert "has died" not in cause
 
 
 def test_real_torchrun() -> None:

@@ -23,6 +23,7 @@ from fivefold.data.samples import Samples
 from fivefold.data.store import open_store
 from fivefold.trainer import checkpoint_directory
 from fivefold.trainer.checkpoint import load_tensors
+from fivefold.trainer.directory import choose_directory
 from fivefold.trainer.identity import check_resume, identity, refuse_change
 
 TEXT = Path(json.__file__).parent  # real text, quickly tokenized
@@ -309,6 +310,23 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_changes_nothing(
     check_resume(load(str(copy), ["run.seed=5"]), newest.parent)
     assert (copy / "config.toml").read_text() == config
     assert numbers(metrics(copy)) == numbers(metrics(whole))
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_checkpoint_is_not_taken_for_a_run(whole: Path, resume: bool) -> None:
+    """It has a config.toml as well; a run that began there would write over it."""
+    run = load(str(whole / "checkpoints" / "step-12")).run
+    with pytest.raises(BadInput, match=f"step-12: a checkpoint; .*resume its run, {whole}"):
+        choose_directory(run, resume)
+
+
+def test_weights_that_were_converted_are_no_run_to_resume(whole: Path, tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints" / "step-0"
+    shutil.copytree(whole / "checkpoints" / "step-12", step)
+    manifest = json.loads((step / "manifest.json").read_text())
+    (step / "manifest.json").write_text(json.dumps(manifest | {"counters": {}}))
+    with pytest.raises(BadInput, match=r"step-0 holds weights alone.*--set model\.path=DIR"):
+        check_resume(load(str(whole)), step.parent)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from fivefold.config.errors import BadInput
+from fivefold.config.huggingface import CONFIG_JSON
 from fivefold.config.load import dump
 from fivefold.config.tree import Config, Run
 from fivefold.trainer import checkpoint_directory
@@ -19,12 +20,13 @@ RUNS = Path("runs")
 def choose_directory(run: Run, resume: bool) -> Path:
     """The directory of the run. Creates nothing.
 
-    A directory that holds a run is only used to resume it. Where `run.dir` is not given, a new run takes
-    runs/NAME, or the first of runs/NAME-2, runs/NAME-3, … that is free.
+    A directory that holds a run is only used to resume it, and one that holds a checkpoint for nothing. Where
+    `run.dir` is not given, a new run takes runs/NAME, or the first of runs/NAME-2, runs/NAME-3, … that is free.
 
     Raises:
-        BadInput: nothing to resume there, a run is there already, or no directory can be made there.
+        BadInput: nothing to resume there, a run or a checkpoint is there already, or no directory can be made there.
     """
+    _check_no_checkpoint(run, resume)
     if resume:
         path = _given(run) or RUNS / run.name
         if not os.path.isfile(path / CONFIG):
@@ -47,6 +49,8 @@ def check_run(path: Path) -> None:
     """
     directory = path.parent.parent if path.parent.name == CHECKPOINTS else path
     if not os.path.isfile(directory / CONFIG):
+        if os.path.isfile(path / CONFIG_JSON):
+            raise BadInput(f"{path}: a Hugging Face model; make it a run first: fivefold convert {path} RUN")
         raise BadInput(f"{path}: not a run directory (no {CONFIG}); give the directory that train printed")
 
 
@@ -91,6 +95,20 @@ def write_run(directory: Path, config: Config, tokenizer: Path, *, resume: bool)
         for leftover in (new_config, new_tokenizer):
             with suppress(OSError):
                 leftover.unlink()
+
+
+def _check_no_checkpoint(run: Run, resume: bool) -> None:
+    """A checkpoint holds a config, too: taken for a run, it would be overwritten."""
+    path = _given(run)
+    if path is None or not os.path.isfile(path / checkpoint_directory.MANIFEST):
+        return
+    held_by = path.absolute().parent.parent
+    if resume:
+        raise BadInput(
+            f"{path}: a checkpoint; resume its run, {held_by}, which goes on from the newest (move later ones away to "
+            "go on from this one)"
+        )
+    raise BadInput(f"run.dir = {path}: a checkpoint; give another run.dir, or resume its run, {held_by}")
 
 
 def _taken(path: Path) -> BadInput:

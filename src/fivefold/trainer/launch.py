@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
-from fivefold.config.errors import BadInput, RunFailed
+from fivefold.config.errors import HAS_DIED, BadInput, RunFailed
 from fivefold.trainer.place import RUN_ID, Place, threads_of_rank, usable_cores
 from fivefold.trainer.stop import ECHO_SECONDS
 
@@ -32,7 +32,13 @@ MOST_RANKS_PER_CORE = 32
 """Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Messages of ranks that failed only because another rank is gone.
-CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    HAS_DIED,
+)
 SIGNAL_HINTS = {
     signal.SIGKILL: "usually the kernel, out of memory: see dmesg; a smaller micro-batch or recompute helps",
     signal.SIGBUS: "usually /dev/shm is full: see fivefold doctor",
@@ -229,15 +235,25 @@ def _share_cores(place: Place) -> None:
 def _record(place: Place, error: BaseException, debug: bool) -> None:
     """The error file that torch's elastic agent reads; see its ErrorHandler for the format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    message = str(error) if isinstance(error, BadInput | RunFailed) else f"{type(error).__name__}: {error}"
+    message = _told(error)
     if path is None:
         if not _is_consequence(message):
             _say(f"rank {place.rank}: {' '.join(message.split())}")
         return
     # What torchrun prints last of all it prints: where in our code an input was refused is of no use there.
     trace = message if isinstance(error, BadInput) and not debug else traceback.format_exc()
-    extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+    # torchrun names the earliest as the cause, in whole seconds: what followed from it shall not look as early.
+    extra = {"py_callstack": trace, "timestamp": str(int(time.time()) + _is_consequence(message))}
     Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def _told(error: BaseException) -> str:
+    """An error as a line, with what was noted about it on the way: the step, say."""
+    if isinstance(error, BadInput | RunFailed):
+        return str(error)
+    return ", ".join(
+        [f"{type(error).__name__}: {error}".removesuffix(": "), *getattr(error, "__notes__", ())]
+    )
 
 
 def _report(failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:

@@ -160,6 +160,14 @@ class Loop:
 
     def _step(self) -> bool:
         """One optimizer step and its report; returns whether the ranks agreed to stop."""
+        step = self.counters.step + 1
+        try:
+            return self._take_step()
+        except Exception as error:
+            error.add_note(f"in step {step}")
+            raise
+
+    def _take_step(self) -> bool:
         clock, counters = self.stepper.clock, self.counters
         plan = self.resolved.course.at(counters.samples)
         with clock.measure("data"):

@@ -69,6 +69,8 @@ def run_worker(resolved: Resolved, place: Place | None, resume: bool) -> bool:
         checkpoints = loop.checkpoints
         if resume:
             loop.restore()
+            if session.is_main and loop.saved_step is None:
+                print(f"{settled.directory}: no checkpoint there yet; the run begins with its first step")
             if loop.counters.step >= config.run.steps:
                 _say_done(loop, settled)
                 checkpoints.close()

@@ -33,12 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default=SIZES, help=f"bytes: 64K,16M or 1K:64M (fourfold); default {SIZES}"
     )
-    parser.add_argument("--primitives", default=",".join(PRIMITIVES), help="default: all")
+    parser.add_argument(
+        "--primitives", default=",".join(PRIMITIVES), help=f"of {', '.join(PRIMITIVES)}; default: all"
+    )
     parser.add_argument(
         "--algorithms", default="", help="backends and programs, ring or ring@gloo; default: all"
     )
-    parser.add_argument("--type", default="float32", choices=TYPES)
-    parser.add_argument("--op", default="sum", choices=OPERATIONS)
+    parser.add_argument("--type", default="float32", choices=TYPES, help="of the elements; default float32")
+    parser.add_argument("--op", default="sum", choices=OPERATIONS, help="what a reduction takes; default sum")
     parser.add_argument("--per-host", type=whole_number, default=0, help="take so many ranks for a host")
     parser.add_argument("--cluster", metavar="FILE", help="predict from this calibrated file")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with pictures")
