@@ -2,7 +2,8 @@
 
     python launch_rank.py MODE STEPS
 
-MODE: "well", "raise", "kill", "exit", "bad" (input), "slow" (saves for a long time when asked to stop).
+MODE: "well", "raise", "raise-shm" (over shared memory), "kill", "exit", "bad" (input), "slow" (saves for a long time
+when asked to stop).
 Each rank prints what happens to it, so that the test can wait for it.
 """
 
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 from fivefold.config.errors import BadInput
 from fivefold.trainer.launch import as_rank
@@ -35,7 +37,13 @@ def train(place: Place, mode: str, steps: int, stop: StopSignal) -> None:
     import torch.distributed as dist
 
     store = open_store(place, 30.0)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
+    backend = "gloo"
+    if mode.endswith("-shm"):
+        from fivefold.collectives.record import Recorder
+        from fivefold.trainer.session import torch_backend
+
+        backend = torch_backend("shm", torch.device("cpu"), Recorder(), timedelta(seconds=30))
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
     for step in range(steps):
         stopping = torch.tensor([float(bool(stop)), 1.0])
         dist.all_reduce(stopping)
@@ -55,7 +63,7 @@ def train(place: Place, mode: str, steps: int, stop: StopSignal) -> None:
 
 
 def misbehave(mode: str) -> None:
-    if mode == "raise":
+    if mode.startswith("raise"):
         raise RuntimeError("the loss is a banana\nand so is the gradient")
     if mode == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

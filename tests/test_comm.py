@@ -161,7 +161,7 @@ def test_sizes() -> None:
         (["bench", "--ranks", "1"], "two ranks at least"),
         (["bench", "--op", "mean", "--type", "int64"], "take sum, max or min"),
         (["bench", "--cluster", "none.toml"], "no such file"),
-        (["calibrate", "--output", "none/at/all.toml"], "no directory"),
+        (["calibrate", "--output", "none/at/all.toml"], "a directory that exists"),
         (["calibrate", "--output", "x.toml", "--sizes", "1K"], "three sizes at least"),
         (["trace", "ring", "--ranks", "0"], "1 to 64 ranks"),
         (["trace", "hierarchical", "--ranks", "6", "--per-host", "4"], "divisor of 6"),

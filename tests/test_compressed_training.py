@@ -27,7 +27,7 @@ from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.checkpoint import Checkpointer
-from fivefold.trainer.state import Regrouped, compression_state, tensors
+from fivefold.trainer.state import COMPRESSION, RegroupedCompression, compression_state, tensors
 from fivefold.trainer.step import Stepper
 from ranks import Ranks
 from toy import CPU, FLAGS, global_batch, reference, start_group, stepper_on, toy_config, train_on_ranks
@@ -126,8 +126,9 @@ def gone_on(resolved: Resolved, first: int, directory: str) -> tuple[Stepper, Ch
     stepper = stepper_on(resolved, start_group())
     checkpoints = Checkpointer(Path(directory), Checkpoint())
     if (path := checkpoints.latest()) is not None:
-        regrouped = Regrouped(stepper.model, checkpoints.shapes(path))
-        checkpoints.load(path, tensors(stepper.model, stepper.optimizer) | regrouped.tensors)
+        regrouped = RegroupedCompression(stepper.model, checkpoints.shapes(path))
+        asked = regrouped.asked(tensors(stepper.model, stepper.optimizer))
+        checkpoints.load(path, asked, leave=lambda unasked: [n for n in unasked if n.startswith(COMPRESSION)])
         regrouped.adopt()
         stepper.optimizer.set_updates(first)
         stepper.model.data.updated()
@@ -180,6 +181,32 @@ def test_checkpoints_keep_the_state_also_for_other_numbers_of_ranks(
         assert totals.keys() == half[0][0].keys()
         for key, total in totals.items():
             torch.testing.assert_close(total, half[0][0][key], rtol=1e-12, atol=1e-15)
+
+
+def test_a_run_goes_on_compressed_in_another_way_or_not_at_all(ranks: Ranks, tmp_path: Path) -> None:
+    def config(method: str, rank: int = 2, **axes: int) -> Config:
+        return toy_config(compression=method, compression_rank=rank, **(REPLICAS | axes))
+
+    def go_on(to: Config, world_size: int = 2) -> list[Any]:
+        return ranks.run(kept_and_weights, to, 2, 0, str(tmp_path), False, world_size=world_size)
+
+    before = ranks.run(kept_and_weights, config("powersgd"), 0, 2, str(tmp_path), True, world_size=2)
+    for to, world_size in (
+        (config("none"), 2),
+        (config("int8"), 2),  # keeps what is not sent of small tensors, too
+        (config("powersgd", rank=1), 2),
+        (config("powersgd", tp=2), 4),
+    ):
+        found = go_on(to, world_size)
+        if world_size == 2:
+            assert all(torch.equal(found[0][2][name], value) for name, value in before[0][2].items())
+        for key, total in found[0][0].items():
+            if key in before[0][0] and total.shape == before[0][0][key].shape:
+                torch.testing.assert_close(total, before[0][0][key], rtol=1e-12, atol=1e-15)
+    stepped_on = ranks.run(kept_and_weights, config("none"), 2, 1, str(tmp_path), True, world_size=2)
+    again = ranks.run(kept_and_weights, config("topk"), 3, 1, str(tmp_path), False, world_size=2)
+    assert not stepped_on[0][0]
+    assert all(bool(total.isfinite().all()) for total in again[0][0].values())
 
 
 def check_skip(rank: int, n: int, directory: str) -> None:

@@ -1,5 +1,6 @@
 """JSON lines, Parquet, files of token ids and conversations: what they become, and what is refused where."""
 
+import codecs
 import json
 import sys
 from pathlib import Path
@@ -84,6 +85,9 @@ def test_a_line_is_a_document(tmp_path: Path, data: Any, monkeypatch: pytest.Mon
     assert store.manifest.documents == len(TEXTS) + 1
     assert store.manifest.text_bytes == sum(len(text.encode()) for text in [*TEXTS, "last"])
     assert texts(stored(data(lines(tmp_path / "b.jsonl", {"body": "x"}), text_field="body"))) == ["x"]
+    marked = tmp_path / "c.jsonl"
+    marked.write_bytes(codecs.BOM_UTF8 + b'{"text": "from Windows"}\r\n')
+    assert texts(stored(data(marked))) == ["from Windows"]
 
 
 def test_suffixes_are_told_apart_in_a_directory(tmp_path: Path, data: Any) -> None:

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fivefold.cli.main import main
 from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
-from fivefold.config.tree import Model, Source
+from fivefold.config.model import Model
+from fivefold.config.tree import Source
 from fivefold.data.documents import File
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.nn.attention import Segments
@@ -192,6 +193,7 @@ def test_in_and_out_again_is_bit_equal(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.encode("!!((//") == backend.encode("!!((//").ids
     assert tokenizer.eos_token == "<|endoftext|>"
+    assert again.config.bos_token_id == again.config.eos_token_id == tokenizer.eos_token_id
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 2 if sharded else len(files) == 1
 

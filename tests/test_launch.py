@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fivefold.trainer import machine
 from fivefold.trainer.place import usable_cores
 from fivefold.trainer.stop import StopSignal
 from launch_environments import SRUN
@@ -25,6 +26,7 @@ print("launcher ready", flush=True)
 sys.exit(start_local(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])))
 """
 FOREVER = "100000"
+NEEDS_SHARED_MEMORY = pytest.mark.skipif(not machine.shares_memory(), reason="shared memory: Linux on x86-64")
 
 
 # Local ranks
@@ -88,9 +90,10 @@ def test_a_failed_rank_is_told_in_one_line(mode: str, code: int, line: str) -> N
     assert errors.startswith(line)
 
 
-def test_an_exception_is_told_in_one_line_and_its_traceback_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["raise", pytest.param("raise-shm", marks=NEEDS_SHARED_MEMORY)])
+def test_an_exception_is_told_in_one_line_and_its_traceback_kept(mode: str, tmp_path: Path) -> None:
     file = tmp_path / "run" / "failure.txt"
-    with started(*local("raise", failure_file=str(file))) as process:
+    with started(*local(mode, failure_file=str(file))) as process:
         code, _, errors = end(process)
     assert code == 1
     said = "fivefold: rank 1 failed: RuntimeError: the loss is a banana and so is the gradient"
@@ -161,6 +164,30 @@ def test_ranks_do_not_outlive_a_killed_launcher() -> None:
     assert output.count("saved") == 2
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_a_rank_that_finds_its_launcher_dead_does_not_begin() -> None:
+    program = (
+        "import os\n"
+        "from fivefold.trainer.launch import as_rank\n"
+        "from fivefold.trainer.place import place_from\n"
+        "with as_rank(place_from(os.environ)):\n"
+        "    print('begins')\n"
+    )
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    for launcher, output in ((os.getpid(), "begins\n"), ((1 << 22) + 1, "")):
+        environment = os.environ | ranks | {"TORCHELASTIC_RUN_ID": f"fivefold-{launcher}"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+        )
+        assert done.stdout == output, done.stderr
+
+
 def test_the_working_directory_shadows_nothing(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit(9)")
     start = [sys.executable, "-P", "-c", LOCAL, "1", "unused", "-c", "import random"]
@@ -199,6 +226,24 @@ def check_two_ranks(command: list[str], name: str) -> None:
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert lines == [f"rank {rank} of 2 steps as {name}" for rank in range(2)]
+
+
+def test_torchrun_ends_with_the_line_about_bad_input() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", RANK, "bad", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    line, rule, *_ = [line for line in done.stderr.splitlines() if line.strip()][-2:]
+    assert line.strip().endswith("run.toml:3: batch.global_batch = 5: 2 ranks do not divide it")
+    assert set(rule) == {"="}
+    assert "as_rank" not in done.stderr  # no traceback of ours
+
+
+@NEEDS_SHARED_MEMORY
+def test_torchrun_names_the_rank_that_failed_and_not_one_that_missed_it() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", RANK, "raise-shm", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    cause = done.stderr.rpartition("Root Cause")[2]
+    assert "the loss is a banana" in cause
+    assert "has died" not in cause
 
 
 def test_real_torchrun() -> None:

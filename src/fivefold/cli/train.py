@@ -17,9 +17,6 @@ from fivefold.spec.legal import Resolved, check_trainable, resolve_config
 if TYPE_CHECKING:
     from fivefold.trainer.place import Place
 
-MOST_RANKS_PER_CORE = 32
-"""Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
@@ -46,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fivefold.trainer.place import place_from
 
     place = place_from(os.environ)
-    with as_rank(place):
+    with as_rank(place, debug=arguments.debug):
         return _run(arguments, place)
 
 
@@ -64,15 +61,16 @@ def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
             return _start(arguments, resolved.mesh.world_size, directory)
     if arguments.account:
         return _account(resolved, place)
-    from fivefold.trainer.work import work
 
-    done = work(resolved, place, arguments.resume)
+    from fivefold.trainer.worker import run_worker
+
+    done = run_worker(resolved, place, arguments.resume)
     return 0 if done or place else 1  # a rank that stopped as asked has not failed: its launcher tells
 
 
 def _account(resolved: Resolved, place: "Place | None") -> int:
-    from fivefold.proof.run import account_of
-    from fivefold.trainer.work import first_steps
+    from fivefold.proof.run_account import account_of
+    from fivefold.trainer.worker import first_steps
 
     found = first_steps(resolved, place, account_of)
     if found is None:  # rank 0 tells
@@ -116,18 +114,13 @@ def _check_weights(config: Config) -> None:
 
 def _start(arguments: argparse.Namespace, ranks: int, directory: str) -> int:
     from fivefold.trainer.launch import start_local
-    from fivefold.trainer.place import usable_cores
 
-    most = MOST_RANKS_PER_CORE * usable_cores()
-    if ranks > most:
-        raise BadInput(
-            f"{ranks} local ranks: more than {MOST_RANKS_PER_CORE} for each of this machine's cores; at most "
-            f"{most} here, or start the ranks of several machines with torchrun or srun"
-        )
     words = ["-m", "fivefold", "train", arguments.config]
     for override in [*arguments.overrides, f"run.dir={directory}"]:
         words += ["--set", override]
     for name in ("resume", "account", "debug"):
         words += [f"--{name}"] * getattr(arguments, name)
     sys.stdout.flush()
-    return start_local(words, ranks, None if arguments.account else Path(directory) / "failure.txt")
+    if arguments.account:
+        return start_local(words, ranks, saves=False)
+    return start_local(words, ranks, Path(directory) / "failure.txt")

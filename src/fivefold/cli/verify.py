@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fivefold.cli.arguments import add_config_arguments, add_json_argument, whole_number
+from fivefold.cli.arguments import add_config_arguments, add_json_argument, new_file, whole_number
 from fivefold.cli.extras import require_torch
 from fivefold.config.errors import BadInput
 from fivefold.config.load import load
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--save",
+        type=new_file,
         metavar="FILE",
         help="keep each verdict there as a line of JSON, and run none again that it holds",
     )
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             key = _key(laid_out, dtypes)
             documents.append(found := known.get(key) or verifier.case(laid_out, dtypes).document())
             if arguments.save and key not in known:
-                with Path(arguments.save).open("a", encoding="utf-8") as file:
+                with arguments.save.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(found | {"key": key}) + "\n")
             if not arguments.json:
                 _tell(found, number, len(layouts))
@@ -145,15 +146,12 @@ def _read(path: Path) -> list[Any]:
     return found
 
 
-def _known(path: str | None) -> dict[str, dict[str, Any]]:
+def _known(path: Path | None) -> dict[str, dict[str, Any]]:
     """Verdicts of an earlier sweep; a last line cut short by its end is dropped."""
     if path is None:
         return {}
-    place = Path(path)
-    if place.is_dir() or not place.parent.is_dir():
-        raise BadInput(f"--save {path}: expected a file in a directory that is there")
     try:
-        text = place.read_text(encoding="utf-8") if place.exists() else ""
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
     except (OSError, UnicodeDecodeError):
         raise BadInput(f"--save {path}: not a readable text file; name another") from None
     found = {}

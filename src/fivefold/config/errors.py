@@ -18,6 +18,10 @@ class RunFailed(RuntimeError):  # noqa: N818 - it is the run that failed, as it 
     """
 
 
+HAS_DIED = "has died"
+"""Ends what a rank says of another without which it cannot go on; whoever tells of a failed run tells of that one."""
+
+
 class ConfigError(BadInput):
     """A config file, an override or a combination of keys."""
 

@@ -7,6 +7,7 @@ else      the whole file is one document, if it is UTF-8 text
 Files of token ids (.npy, .uint16.bin, .uint32.bin) are read by `ids`.
 """
 
+import codecs
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -142,6 +143,8 @@ def _lines(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with file.path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     yield (place := f"{file.path}:{number}"), _object(place, line)
     except OSError as error:

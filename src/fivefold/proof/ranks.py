@@ -87,12 +87,14 @@ class Ranks:
         *args: Any,
         world_size: int | None = None,
         timeout: float = 60.0,
+        patience: float | None = None,
         dies: Collection[int] = (),
     ) -> list[Any]:
         """Calls `fn(rank, world_size, *args)` on every rank and returns the results in rank order.
 
         `fn` is a module-level function; arguments and results are pickled (tensors too). With a `world_size`
-        below that of the object only so many take part. `timeout` is seconds for the whole run. Ranks in
+        below that of the object only so many take part. `timeout` is seconds for the whole run, `patience` those
+        that the last rank may take longer than the first. Ranks in
         `dies` are meant to die on the way: their result is None. After a failure, or with `dies`, the
         processes are gone and this object cannot run again. Raises RankError.
         """
@@ -105,7 +107,7 @@ class Ranks:
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(call)
         self._died = frozenset(dies)
-        results, failures = self._collect(world_size, timeout)
+        results, failures = self._collect(world_size, timeout, patience)
         if failures:
             self._kill()
             raise RankError("\n".join(failures))
@@ -129,7 +131,9 @@ class Ranks:
         if bad:
             raise RankError(f"ranks ended badly (exit codes by rank, None = had to be killed): {bad}")
 
-    def _collect(self, world_size: int, timeout: float) -> tuple[dict[int, Any], list[str]]:
+    def _collect(
+        self, world_size: int, timeout: float, patience: float | None
+    ) -> tuple[dict[int, Any], list[str]]:
         """Waits for every rank's answer: results by rank, and the failures in the order they came."""
         results: dict[int, Any] = {}
         failures: list[str] = []
@@ -138,7 +142,15 @@ class Ranks:
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                failures.append(self._still_running(sorted(waiting.values()), timeout, bool(failures)))
+                when = f"after {timeout:g} s"
+                if failures:
+                    when = f"{GRACE_SECONDS:g} s after that failure"
+                elif results and patience is not None:
+                    when = (
+                        f"{patience:g} s after ranks {sorted(results)} had: they wait, it seems, for a collective that "
+                        "those did not enter"
+                    )
+                failures.append(self._still_running(sorted(waiting.values()), when))
                 break
             for pipe in ready:
                 assert isinstance(pipe, connection.Connection)
@@ -147,6 +159,8 @@ class Ranks:
                 if failure:
                     failures.append(failure)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                elif patience is not None:
+                    deadline = min(deadline, time.monotonic() + patience)
         return results, failures
 
     def _receive(self, pipe: connection.Connection, rank: int, results: dict[int, Any]) -> str | None:
@@ -163,13 +177,12 @@ class Ranks:
         results[rank] = answer
         return None
 
-    def _still_running(self, ranks: list[int], timeout: float, after_failure: bool) -> str:
+    def _still_running(self, ranks: list[int], when: str) -> str:
         """Asks the ranks for their stacks (on their stderr, which pytest shows) and says who they are."""
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)  # let them write
-        after = f"{GRACE_SECONDS:g} s after that failure" if after_failure else f"after {timeout:g} s"
-        return f"ranks {ranks} had not finished {after}; their stacks are on stderr"
+        return f"ranks {ranks} had not finished {when}; their stacks are on stderr"
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -187,16 +200,17 @@ def run_ranks(
     *args: Any,
     backend: str | None = "gloo",
     timeout: float = 60.0,
+    patience: float | None = None,
     dies: Collection[int] = (),
 ) -> list[Any]:
     """Starts `world_size` ranks, runs `fn(rank, world_size, *args)` on each, ends them; results by rank.
 
-    See `Ranks` for `backend`, `Ranks.run` for `timeout` and `dies`. Raises RankError, also when a process
+    See `Ranks` for `backend`, `Ranks.run` for `timeout`, `patience` and `dies`. Raises RankError, also when a process
     does not end with exit code 0.
     """
     ranks = Ranks(world_size, backend=backend)
     try:
-        results = ranks.run(fn, *args, timeout=timeout, dies=dies)
+        results = ranks.run(fn, *args, timeout=timeout, patience=patience, dies=dies)
     except BaseException:
         ranks._kill()
         raise
@@ -218,6 +232,9 @@ def _serve(pipe: connection.Connection, rank: int, backend: str | None, environm
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is the parent's to tell of; this process ends with it
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

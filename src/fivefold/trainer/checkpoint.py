@@ -1,8 +1,9 @@
 """Checkpoints of a run: saved while training goes on, complete or invisible, loaded into any layout.
 
 Built on torch.distributed.checkpoint, which writes each rank's shards and reshards on loading. Added here: an
-atomic commit, checksums, refusal of whatever is damaged, missing, unasked for or misshapen before a tensor is
-touched, and errors that are the same on every rank. storage.py describes the files, shelf.py the directory.
+atomic commit, checksums, a check before any tensor is written to that nothing is damaged, missing, unexpected or of
+another shape, and errors that are the same on every rank. The files: storage.py; the directory:
+checkpoint_directory.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import socket
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +32,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fivefold.config.tree import Checkpoint
 from fivefold.parallel.local import Piece
-from fivefold.trainer import shelf
-from fivefold.trainer.shelf import CheckpointError
+from fivefold.trainer import checkpoint_directory
+from fivefold.trainer.checkpoint_directory import CheckpointError
 from fivefold.trainer.snapshot import HostMemory, LoadPlanner, SavePlanner, local
 from fivefold.trainer.storage import CheckpointWriter, Stored
 
@@ -124,20 +125,22 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The newest complete checkpoint, the same on all ranks; waits for a save under way."""
         self._settle()
-        return self._broadcast(next(reversed(shelf.complete(self._directory)), None))
+        return self._broadcast(next(reversed(checkpoint_directory.complete(self._directory)), None))
 
     def load(
         self,
         path: Path,
         state: Mapping[str, Tensor | Piece],
         accept: Callable[[dict[str, Any]], None] = lambda counters: None,
+        leave: Callable[[list[str]], Collection[str]] = lambda unasked: (),
     ) -> dict[str, Any]:
         """Fills the tensors of `state` in place from the checkpoint `path`; returns the counters saved there.
 
         Any layout may load what any layout saved. First every file's checksum is verified (each rank takes a
         part), then names, shapes and dtypes are compared: anything damaged, missing, unasked for or different
         raises CheckpointError on every rank, and no tensor has been touched. Neither has one when `accept`, which
-        sees the counters first, raises.
+        sees the counters first, raises. `leave` sees the stored names that no rank asks for, and says which of them
+        may stay where they are.
         """
         self._settle()
         problems: list[str] = []
@@ -152,7 +155,9 @@ class Checkpointer:
         self._agree(problems, stored.fingerprint if stored else "")
         assert stored is not None  # else some rank, this one, had a problem
         accept(stored.counters)
-        self._agree(stored.differences(state, self._unasked(stored, state)))
+        unasked = self._unasked(stored, state)
+        left = leave(unasked)
+        self._agree(stored.differences(state, [name for name in unasked if name not in left]))
         try:
             with self._quietly():
                 state_dict_loader.load(
@@ -189,7 +194,7 @@ class Checkpointer:
     def _meet(self) -> str:
         """Rank 0 opens the directory and leaves a file there that the others must see; returns its ID."""
         session, error = self._broadcast(self._open() if self._rank == 0 else ("", ""))
-        witness = self._directory / f"{shelf.WITNESS}{session}"
+        witness = self._directory / f"{checkpoint_directory.WITNESS}{session}"
         seen = self._gather((os.path.exists(witness), socket.gethostname()))
         if self._rank == 0:
             with contextlib.suppress(OSError):
@@ -206,13 +211,13 @@ class Checkpointer:
 
     def _open(self) -> tuple[str, str]:
         """Makes, locks and cleans the directory: the ID of the file left there, and what went wrong."""
-        session = shelf.unique()
+        session = checkpoint_directory.unique()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = shelf.lock(self._directory)
+            self._lock = checkpoint_directory.lock(self._directory)
             if self._lock is not None:  # else another run might be saving there: better litter than loss
-                shelf.clean(self._directory)
-            (self._directory / f"{shelf.WITNESS}{session}").touch()
+                checkpoint_directory.clean(self._directory)
+            (self._directory / f"{checkpoint_directory.WITNESS}{session}").touch()
         except (OSError, CheckpointError) as error:
             return session, f"cannot keep checkpoints in {self._directory}: {error}"
         return session, ""
@@ -272,7 +277,7 @@ class Checkpointer:
             raise CheckpointError(f"{final} was not saved: {_line(error)}") from error
         if self._rank == 0:
             try:
-                shelf.prune(final, self._options.keep_last, self._options.keep_every)
+                checkpoint_directory.prune(final, self._options.keep_last, self._options.keep_every)
             except OSError as error:
                 logger.warning("an old checkpoint could not be removed: %s", error)
 

@@ -64,7 +64,8 @@ def _to_hugging_face(source: Path, target: Path) -> str:
     theirs["torch_dtype"] = str(dtype).removeprefix("torch.")
     if (directory / TOKENIZER).is_file():
         tokenizer = load_tokenizer(directory / TOKENIZER, model.vocab)
-        theirs["eos_token_id"] = tokenizer.end_of_text
+        # A document begins after the end of another: what a model has learnt to begin with.
+        theirs["bos_token_id"] = theirs["eos_token_id"] = tokenizer.end_of_text
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.max_positions}
         _write_json(
             target / "tokenizer_config.json", about | {"eos_token": tokenizer.decode([tokenizer.end_of_text])}

@@ -1,4 +1,4 @@
-"""The run directory: chosen so that no earlier run is touched, and what every run puts there."""
+"""The run directory: its choice, so that no earlier run is overwritten, and the files that every run has in it."""
 
 import os
 import shutil
@@ -8,23 +8,25 @@ from itertools import count
 from pathlib import Path
 
 from fivefold.config.errors import BadInput
+from fivefold.config.huggingface import CONFIG_JSON
 from fivefold.config.load import dump
 from fivefold.config.tree import Config, Run
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 
-CONFIG, CHECKPOINTS, TOKENIZER, METRICS = "config.toml", "checkpoints", "tokenizer.json", "metrics.jsonl"
+CONFIG, CHECKPOINTS, TOKENIZER = "config.toml", "checkpoints", "tokenizer.json"
 RUNS = Path("runs")
 
 
 def choose_directory(run: Run, resume: bool) -> Path:
-    """Where the run lives. Touches nothing.
+    """The directory of the run. Creates nothing.
 
-    A directory that holds a run is only used to resume it. Where `run.dir` is not given, a new run takes
-    runs/NAME, or the first of runs/NAME-2, runs/NAME-3, … that is free.
+    A directory that holds a run is only used to resume it, and one that holds a checkpoint for nothing. Where
+    `run.dir` is not given, a new run takes runs/NAME, or the first of runs/NAME-2, runs/NAME-3, … that is free.
 
     Raises:
-        BadInput: nothing to resume there, a run is there already, or no directory can be made there.
+        BadInput: nothing to resume there, a run or a checkpoint is there already, or no directory can be made there.
     """
+    _check_no_checkpoint(run, resume)
     if resume:
         path = _given(run) or RUNS / run.name
         if not os.path.isfile(path / CONFIG):
@@ -47,6 +49,8 @@ def check_run(path: Path) -> None:
     """
     directory = path.parent.parent if path.parent.name == CHECKPOINTS else path
     if not os.path.isfile(directory / CONFIG):
+        if os.path.isfile(path / CONFIG_JSON):
+            raise BadInput(f"{path}: a Hugging Face model; make it a run first: fivefold convert {path} RUN")
         raise BadInput(f"{path}: not a run directory (no {CONFIG}); give the directory that train printed")
 
 
@@ -59,7 +63,7 @@ def find_checkpoint(run: Path) -> tuple[Path, Path]:
     if run.parent.name == CHECKPOINTS and run.is_dir():
         return run.parent.parent, run
     check_run(run)
-    found = shelf.complete(run / CHECKPOINTS)
+    found = checkpoint_directory.complete(run / CHECKPOINTS)
     if not found:
         raise BadInput(f"{run}: no complete checkpoint yet; wait for one, or train on with --resume")
     return run, found[-1]
@@ -91,6 +95,20 @@ def write_run(directory: Path, config: Config, tokenizer: Path, *, resume: bool)
         for leftover in (new_config, new_tokenizer):
             with suppress(OSError):
                 leftover.unlink()
+
+
+def _check_no_checkpoint(run: Run, resume: bool) -> None:
+    """A checkpoint holds a config, too: taken for a run, it would be overwritten."""
+    path = _given(run)
+    if path is None or not os.path.isfile(path / checkpoint_directory.MANIFEST):
+        return
+    held_by = path.absolute().parent.parent
+    if resume:
+        raise BadInput(
+            f"{path}: a checkpoint; resume its run, {held_by}, which goes on from the newest (move later ones away to "
+            "go on from this one)"
+        )
+    raise BadInput(f"run.dir = {path}: a checkpoint; give another run.dir, or resume its run, {held_by}")
 
 
 def _taken(path: Path) -> BadInput:

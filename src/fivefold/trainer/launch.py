@@ -1,7 +1,8 @@
-"""Starting local ranks and telling, once and in one line, what became of them; and the frame a rank runs in.
+"""Starting local ranks with torch's elastic agent, and reporting their failure once, in one line; and `as_rank`, the
+context in which a rank runs.
 
-The ranks are commands, not functions: a function entry point that ends gracefully after a signal never exits
-(it waits for its parent, which waits for it). Everything rests on torch's elastic agent.
+Ranks are started as commands, not as functions: a function entry point that ends gracefully after a signal never exits
+(it waits for its parent, which waits for it).
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
-from fivefold.config.errors import BadInput, RunFailed
+from fivefold.config.errors import HAS_DIED, BadInput, RunFailed
 from fivefold.trainer.place import RUN_ID, Place, threads_of_rank, usable_cores
 from fivefold.trainer.stop import ECHO_SECONDS
 
@@ -27,9 +28,17 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+MOST_RANKS_PER_CORE = 32
+"""Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# What a rank says whose only trouble is that another one is gone.
-CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+# Messages of ranks that failed only because another rank is gone.
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    HAS_DIED,
+)
 SIGNAL_HINTS = {
     signal.SIGKILL: "usually the kernel, out of memory: see dmesg; a smaller micro-batch or recompute helps",
     signal.SIGBUS: "usually /dev/shm is full: see fivefold doctor",
@@ -38,28 +47,35 @@ SIGNAL_HINTS = {
 }
 
 
-def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None = None) -> int:
+def start_local(
+    arguments: Sequence[str], ranks: int, failure_file: Path | None = None, *, saves: bool = True
+) -> int:
     """Starts `ranks` processes of this Python with `arguments` on this host and waits for them.
 
-    A failure of any rank ends all of them; one line on stderr names the first. SIGINT, SIGTERM, SIGHUP and
-    SIGUSR1 ask the ranks to stop, and they have all the time they need to finish a step and save; a second one,
-    later than two seconds, kills them.
+    If a rank fails, all are ended, and one line on stderr names the first failure. SIGINT, SIGTERM, SIGHUP and SIGUSR1
+    ask the ranks to stop; they may take as long as they need to finish the step and save. A second signal, more than
+    two seconds later, kills them.
 
     Args:
         arguments: what follows `python`, e.g. ["-m", "fivefold", "train", "run.toml"].
         ranks: how many.
         failure_file: where the traceback of the rank that failed first is written.
+        saves: whether ranks that are asked to stop have something to save; else a signal just ends them.
 
     Returns:
-        0 = all ranks ended well, 1 = one failed or a signal stopped them, 2 = they called the input bad.
+        0 = all ranks succeeded, 1 = one failed or a signal stopped them, 2 = bad input.
+
+    Raises:
+        BadInput: more ranks than this machine should start.
     """
+    _check_count(ranks)
     with ExitStack() as stack:
         logs = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="fivefold-", ignore_cleanup_errors=True)
         )
         stack.enter_context(_rank_environment(os.environ, ranks))
         stack.enter_context(_silence("torch.distributed.elastic"))
-        relay = stack.enter_context(_Relay())
+        relay = stack.enter_context(_Relay(saves))
         try:
             relay.agent = _agent(arguments, ranks, logs)
             failures = relay.agent.run().failures
@@ -68,16 +84,25 @@ def start_local(arguments: Sequence[str], ranks: int, failure_file: Path | None 
         return _verdict(relay, failures, failure_file)
 
 
+def _check_count(ranks: int) -> None:
+    most = MOST_RANKS_PER_CORE * usable_cores()
+    if ranks > most:
+        raise BadInput(
+            f"{ranks} local ranks: more than {MOST_RANKS_PER_CORE} for each of this machine's cores; at most "
+            f"{most} here, or start the ranks of several machines with torchrun or srun"
+        )
+
+
 def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
-    """Says how it ended, unless it ended well, and returns the exit code."""
+    """Reports how the ranks ended, unless they succeeded; returns the exit code."""
     if relay.killed:
-        _say("killed; what was not saved yet is lost")
+        _say("killed; what was not saved yet is lost" if relay.saves else "killed")
         return 1
     if relay.name and not failures:
         _say(f"stopped by {relay.name}")
         return 1
     if relay.name and _is_secondary(next(iter(failures.values()))):
-        _say(f"stopped by {relay.name} before the ranks could save")
+        _say(f"stopped by {relay.name}{' before the ranks could save' if relay.saves else ''}")
         return 1
     return _report(failures, failure_file) if failures else 0
 
@@ -85,8 +110,8 @@ def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_
 def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgent":
     """torch's elastic agent for one host, with a store at a port that the kernel chose.
 
-    `elastic_launch` does the same, but hides the ranks' process ids: it can only end the ranks within a fixed
-    time, while a save takes as long as it takes. Its c10d rendezvous costs 0.1 s more.
+    `elastic_launch` does the same but hides the ranks' process ids, so it can only end them within a fixed time, and a
+    save may take longer. Its c10d rendezvous costs 0.1 s more.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -120,11 +145,12 @@ def _safe_path() -> list[str]:
 
 
 class _Relay:
-    """While it is entered, a signal goes to the ranks as SIGTERM, a request to stop, and a second one as SIGKILL.
-    The agent's own handler would give them 30 seconds.
+    """Context manager that forwards a signal to the ranks as SIGTERM (a request to stop), and a second one as SIGKILL.
+    The agent's own handler would kill them after 30 seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool) -> None:
+        self.saves = saves
         self.agent: LocalElasticAgent | None = None
         self.name = ""  # of the first signal
         self.killed = False
@@ -151,7 +177,7 @@ class _Relay:
             self.name, self._first_at = signal.Signals(number).name, now
         if not pids:
             raise KeyboardInterrupt
-        if not self.killed:
+        if not self.killed and self.saves:
             _say(f"{self.name}: the ranks finish their step and save; a second one kills them")
         for pid in pids:
             with suppress(ProcessLookupError):  # ended already
@@ -162,12 +188,13 @@ class _Relay:
 
 
 @contextmanager
-def as_rank(place: Place | None) -> Iterator[None]:
-    """The frame around all a rank does: it computes on its share of the cores, ends with its launcher, and reports
-    its own failure once.
+def as_rank(place: Place | None, *, debug: bool = False) -> Iterator[None]:
+    """Context for everything a rank does: it uses its share of the cores, ends with its launcher, and reports its own
+    failure once.
 
-    An exception ends the process: exit code 2 for BadInput, else 1. An elastic launcher gets it recorded, to
-    print it once; under srun and mpirun the rank prints one line. Without a launcher nothing is caught.
+    An exception ends the process with exit code 2 for BadInput, else 1. For an elastic launcher it is recorded in the
+    error file, so that the launcher prints it once (for bad input its line, with `debug` its traceback); under srun and
+    mpirun the rank prints one line. Without a launcher nothing is caught.
     """
     if place is None:
         yield
@@ -178,8 +205,8 @@ def as_rank(place: Place | None) -> Iterator[None]:
         yield
     except (SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # CheckpointException, for one, is no Exception
-        _record(place, error)
+    except BaseException as error:  # CheckpointException, for example, is not an Exception
+        _record(place, error, debug)
         sys.stdout.flush()
         sys.stderr.flush()
         # A regular exit would take process groups down while collectives are in flight, which aborts or hangs.
@@ -187,14 +214,17 @@ def as_rank(place: Place | None) -> Iterator[None]:
 
 
 def _follow_launcher(place: Place) -> None:
-    """Asks Linux for a SIGTERM when the launcher dies, however: else its ranks would train on, unseen."""
+    """Asks Linux to send SIGTERM when the launcher dies: otherwise its ranks would go on training unattended. A
+    launcher that died while this rank was starting is noticed by its process id."""
     if place.launcher in ("fivefold", "torchrun", "accelerate") and sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if place.launcher_process and place.launcher_process != os.getppid():
+            os._exit(1)
 
 
 def _share_cores(place: Place) -> None:
-    """srun and mpirun leave every rank a thread per core, which on two cores is three times slower than one."""
+    """Limits threads under srun and mpirun, where each rank has one per core: on two cores three times slower."""
     threads = threads_of_rank(os.environ, place)
     if threads is not None:
         import torch
@@ -202,22 +232,34 @@ def _share_cores(place: Place) -> None:
         torch.set_num_threads(threads)
 
 
-def _record(place: Place, error: BaseException) -> None:
+def _record(place: Place, error: BaseException, debug: bool) -> None:
     """The error file that torch's elastic agent reads; see its ErrorHandler for the format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    message = str(error) if isinstance(error, BadInput | RunFailed) else f"{type(error).__name__}: {error}"
+    message = _told(error)
     if path is None:
         if not _is_consequence(message):
             _say(f"rank {place.rank}: {' '.join(message.split())}")
         return
-    extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    # What torchrun prints last of all it prints: where in our code an input was refused is of no use there.
+    trace = message if isinstance(error, BadInput) and not debug else traceback.format_exc()
+    # torchrun names the earliest as the cause, in whole seconds: what followed from it shall not look as early.
+    extra = {"py_callstack": trace, "timestamp": str(int(time.time()) + _is_consequence(message))}
     Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def _told(error: BaseException) -> str:
+    """An error as a line, with what was noted about it on the way: the step, say."""
+    if isinstance(error, BadInput | RunFailed):
+        return str(error)
+    return ", ".join(
+        [f"{type(error).__name__}: {error}".removesuffix(": "), *getattr(error, "__notes__", ())]
+    )
 
 
 def _report(failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
     """One line about the rank that failed first, and its traceback in a file."""
-    # In the order the agent saw them end. Its time stamps are whole seconds, too coarse to tell a cause from
-    # its consequences; those are told by what they say.
+    # Failures are in the order in which the agent saw the ranks end. Its time stamps (whole seconds) are too coarse to
+    # separate the cause from its consequences, which are recognised by their messages.
     rank, failure = min(failures.items(), key=lambda item: _is_secondary(item[1]))
     message = _message(failure)
     if message and failure.exitcode == 2:
@@ -242,13 +284,13 @@ def _report(failures: "Mapping[int, ProcessFailure]", failure_file: Path | None)
 
 
 def _message(failure: "ProcessFailure") -> str:
-    """What the rank recorded about its end, in one line; "" if nothing."""
+    """The error that the rank recorded, in one line; "" if none."""
     recorded = failure.error_file_data["message"]
     return " ".join(recorded["message"].split()) if isinstance(recorded, dict) else ""
 
 
 def _is_secondary(failure: "ProcessFailure") -> bool:
-    """Whether the rank ended because another had, or because it was told to, before it could listen."""
+    """Whether the rank ended because another one failed, or by a SIGTERM before its signal handler was installed."""
     told_to_end = failure.exitcode == -signal.SIGTERM or failure.exitcode == 128 + signal.SIGTERM
     return told_to_end or _is_consequence(_message(failure))
 
@@ -263,7 +305,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _rank_environment(environment: MutableMapping[str, str], ranks: int) -> Iterator[None]:
-    """What ranks on one host should inherit, unless the user has decided otherwise."""
+    """Environment variables for ranks on one host, unless the user has set them."""
     before = dict(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     # Else gloo looks up the host's name, which fails in many containers.
@@ -277,7 +319,7 @@ def _rank_environment(environment: MutableMapping[str, str], ranks: int) -> Iter
 
 @contextmanager
 def _silence(name: str) -> Iterator[None]:
-    """Drops what a logger and those below it say: up to 27 lines for one failure."""
+    """Silences a logger and its children: torch logs up to 27 lines for one failure."""
     logger = logging.getLogger(name)
     before, quiet = logger.propagate, logging.NullHandler()
     logger.propagate = False

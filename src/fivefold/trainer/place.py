@@ -19,7 +19,7 @@ from fivefold.config.errors import BadInput
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-RUN_ID = "fivefold"  # run id of the ranks that `launch.start_local` starts
+RUN_ID = "fivefold"  # of the ranks that `launch.start_local` starts; its process id follows after a dash
 # Ports derived from a job's id, below those that kernels hand out for outgoing connections (32768 and up).
 FIRST_PORT, PORTS = 12000, 20000
 # Slurm numbers real steps from 0; ids from here on stand for the batch script, an interactive shell, ….
@@ -39,6 +39,7 @@ class Place:
     launcher: str  # "fivefold", "torchrun", "accelerate", "srun", "mpirun"
     launcher_has_store: bool = False  # the launcher serves the key-value store at the master's port
     restart: int = 0  # how often the launcher has restarted the ranks
+    launcher_process: int = 0  # its id, the parent of this process; 0 = not known
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size):
@@ -128,6 +129,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Place:
         )
     run_id = environment.get("TORCHELASTIC_RUN_ID", "")
     world_size = _number(environment, "WORLD_SIZE")
+    own, _, launcher_process = run_id.partition("-")
     accelerate = any(name.startswith("ACCELERATE_") for name in environment)
     return Place(
         rank=_number(environment, "RANK"),
@@ -136,9 +138,10 @@ def _from_torchrun(environment: Mapping[str, str]) -> Place:
         local_world_size=_number(environment, "LOCAL_WORLD_SIZE", world_size),
         master_address=environment["MASTER_ADDR"],
         master_port=_number(environment, "MASTER_PORT"),
-        launcher="fivefold" if run_id.startswith(RUN_ID) else "accelerate" if accelerate else "torchrun",
+        launcher="fivefold" if own == RUN_ID else "accelerate" if accelerate else "torchrun",
         launcher_has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+        launcher_process=int(launcher_process) if own == RUN_ID and launcher_process.isdigit() else 0,
     )
 
 

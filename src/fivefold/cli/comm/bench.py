@@ -8,10 +8,9 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fivefold.cli.arguments import add_debug_argument, add_json_argument, whole_number
+from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
 from fivefold.cli.comm.sizes import read_sizes
 from fivefold.cli.extras import require_torch
 from fivefold.config.errors import BadInput, RunFailed, did_you_mean
@@ -34,15 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", default=SIZES, help=f"bytes: 64K,16M or 1K:64M (fourfold); default {SIZES}"
     )
-    parser.add_argument("--primitives", default=",".join(PRIMITIVES), help="default: all")
+    parser.add_argument(
+        "--primitives", default=",".join(PRIMITIVES), help=f"of {', '.join(PRIMITIVES)}; default: all"
+    )
     parser.add_argument(
         "--algorithms", default="", help="backends and programs, ring or ring@gloo; default: all"
     )
-    parser.add_argument("--type", default="float32", choices=TYPES)
-    parser.add_argument("--op", default="sum", choices=OPERATIONS)
+    parser.add_argument("--type", default="float32", choices=TYPES, help="of the elements; default float32")
+    parser.add_argument("--op", default="sum", choices=OPERATIONS, help="what a reduction takes; default sum")
     parser.add_argument("--per-host", type=whole_number, default=0, help="take so many ranks for a host")
     parser.add_argument("--cluster", metavar="FILE", help="predict from this calibrated file")
-    parser.add_argument("--html", metavar="FILE", help="write a page with pictures")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with pictures")
     add_json_argument(parser)
     add_debug_argument(parser)
 
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fivefold.trainer.place import place_from
 
     place = place_from(os.environ)
-    with as_rank(place):
+    with as_rank(place, debug=arguments.debug):
         request = _request(arguments)
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
@@ -87,7 +88,7 @@ def start(ranks: int, words: list[str]) -> int:
     if ranks < 2:
         raise BadInput(f"--ranks {ranks}: collectives need two ranks at least")
     sys.stdout.flush()
-    return start_local(["-m", "fivefold", *words], ranks)
+    return start_local(["-m", "fivefold", *words], ranks, saves=False)
 
 
 def _request(arguments: argparse.Namespace) -> "Request":
@@ -139,5 +140,5 @@ def _show(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     if arguments.html:
-        Path(arguments.html).write_text(bench_page(rows), encoding="utf-8")
+        arguments.html.write_text(bench_page(rows), encoding="utf-8")
     print(json.dumps({"rows": rows}, indent=1) if arguments.json else bench_text(rows))

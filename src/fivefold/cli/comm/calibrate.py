@@ -8,13 +8,12 @@ that on sizes the fit has not seen.
 import argparse
 import json
 import os
-from pathlib import Path
 from statistics import median
 
 import msgspec
 import tomli_w
 
-from fivefold.cli.arguments import add_debug_argument, add_json_argument, whole_number
+from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
 from fivefold.cli.comm.bench import add_ranks_argument, progress, start, sys_words
 from fivefold.cli.comm.sizes import read_sizes
 from fivefold.cli.extras import require_torch
@@ -27,7 +26,9 @@ SIZES = "1K:16M"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks_argument(parser)
-    parser.add_argument("--output", metavar="FILE", required=True, help="the cluster file to write")
+    parser.add_argument(
+        "--output", type=new_file, metavar="FILE", required=True, help="the cluster file to write"
+    )
     parser.add_argument(
         "--kind", default="cpu", help="the preset whose device the file takes over; default cpu"
     )
@@ -43,12 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     from fivefold.trainer.place import place_from
 
     place = place_from(os.environ)
-    with as_rank(place):
-        sizes, hardware, output = read_sizes(arguments.sizes), kind(arguments.kind), Path(arguments.output)
+    with as_rank(place, debug=arguments.debug):
+        sizes, hardware, output = read_sizes(arguments.sizes), kind(arguments.kind), arguments.output
         if len(sizes) < 3:
             raise BadInput(f"--sizes {arguments.sizes}: a fit needs three sizes at least, e.g. {SIZES}")
-        if not output.absolute().parent.is_dir():
-            raise BadInput(f"--output {output}: no directory {output.absolute().parent}")
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
         from fivefold.collectives.calibrate import Sizes

@@ -19,7 +19,7 @@ PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cluster", metavar="CLUSTER", help='e.g. "1x8 a100-40": nodes, devices a node, kind')
     parser.add_argument("--sizes", default=SIZES, help=f"bytes with K, M or G; default {SIZES}")
-    parser.add_argument("--primitive", default="all_reduce", choices=PRIMITIVES)
+    parser.add_argument("--primitive", default="all_reduce", choices=PRIMITIVES, help="default all_reduce")
     add_json_argument(parser)
     add_debug_argument(parser)
 

@@ -2,9 +2,8 @@
 
 import argparse
 import json
-from pathlib import Path
 
-from fivefold.cli.arguments import add_debug_argument, add_json_argument, whole_number
+from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
 from fivefold.config.errors import BadInput
 from fivefold.ledger.programs.catalogue import PRIMITIVES, PROGRAMS, Setting, program
 from fivefold.render.program import program_page, program_text
@@ -24,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pieces", type=whole_number, default=2, help="of a double tree's pipeline; default 2"
     )
     parser.add_argument("--root", type=whole_number, default=0, help="of a broadcast; default 0")
-    parser.add_argument("--html", metavar="FILE", help="write a page with a picture")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with a picture")
     add_json_argument(parser)
     add_debug_argument(parser)
 
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     setting = Setting(ranks, local, max(1, arguments.pieces), arguments.root)
     drawn = program(_primitive(arguments), arguments.algorithm, setting)
     if arguments.html:
-        Path(arguments.html).write_text(program_page(drawn), encoding="utf-8")
+        arguments.html.write_text(program_page(drawn), encoding="utf-8")
     if arguments.json:
         rounds = [[transfer._asdict() for transfer in round_] for round_ in drawn]
         head = {"algorithm": drawn.name, "primitive": drawn.primitive, "ranks": ranks, "chunks": drawn.chunks}

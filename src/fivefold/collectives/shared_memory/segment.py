@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from fivefold.collectives.shared_memory.peers import Peer
+from fivefold.config.errors import HAS_DIED
 
 LINE_BYTES = 64  # of a processor's cache: words of different writers keep apart
 PAGE_BYTES = mmap.PAGESIZE
@@ -215,7 +216,7 @@ class Segment:
         if self.words[word] >= target:  # its last deed
             return ""
         if dead:
-            return f"rank {peer.rank} (process {peer.pid}) has died"
+            return f"rank {peer.rank} (process {peer.pid}) {HAS_DIED}"
         if state == self.LEFT:
             return f"rank {peer.rank} has left the group"
         if state == self.FAILED:

@@ -6,27 +6,32 @@
     verdict = fivefold.verify(model, Layout(ranks=2), batch)
     assert verdict.passed, verdict
 
-Both run in float64. A rank may wrap its module in torch's own parallel classes: DDP's prefix of names is taken off,
-and a DTensor (of FSDP2, of torch's tensor parallel) is put together.
+Both run in float64. A rank may wrap its module in torch's own parallel classes: what DDP, FSDP and torch.compile put
+into names is taken off, and a DTensor (of FSDP2, of torch's tensor parallel) is put together.
 """
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fivefold.config.errors import BadInput
+from fivefold.config.errors import BadInput, did_you_mean
 from fivefold.proof.compare import BOUNDS, kind_of
 from fivefold.proof.error import errors
+from fivefold.proof.outputs import first_divergence, kept_outputs, plain_name
 from fivefold.proof.ranks import run_ranks
 
 STEPS = 3
 SECONDS = 120.0
+PATIENCE_SECONDS = 15.0
+"""Ranks end within this time of each other; one that does not waits for a collective that another never enters."""
+Loss = Literal["whole", "mean", "sum"]
 ModelFn = Callable[[int, int], nn.Module]
 BatchFn = Callable[[int, int, int], Sequence[Any]]
 
@@ -44,7 +49,7 @@ class Layout:
 
     ranks: int
     shards: Mapping[str, int] = field(default_factory=dict)
-    loss: Literal["whole", "mean", "sum"] = "mean"
+    loss: Loss = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,8 @@ class Verdict:
 
     Attributes:
         wrong: what is beyond the bound, or differs between ranks, in one line each.
-        first: the first parameter in backward order whose gradient is wrong; else the first that is after the steps.
+        first: where the first loss is wrong, the first inner module, in forward order, whose output is; else the first
+            parameter in backward order whose gradient is wrong; else the first that is after the steps.
         kind: what kind of wrong it is, where that can be told.
     """
 
@@ -80,10 +86,11 @@ class Verdict:
 
 @dataclass(slots=True)
 class _Account:
-    """What a process saw: gradients of the first step, and what the steps made of the parameters."""
+    """What a process saw: outputs and gradients of the first step, and what the steps made of the parameters."""
 
     initial: dict[str, Tensor]
     loss: list[float] = field(default_factory=list)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
@@ -117,14 +124,42 @@ def verify(
         optimizer_fn: of the parameters that a process holds.
 
     Raises:
-        BadInput: a layout of fewer than two ranks.
-        RankError: a rank raised; every traceback.
+        BadInput: a layout of fewer than two ranks, or that names what the whole module has not; functions that ranks
+            cannot import, or that give something else than they should.
+        RankError: a rank raised, or has waited for one that had finished; every traceback.
     """
+    _check_layout(layout)
+    functions = model_fn, batch_fn, finish_fn, optimizer_fn
+    for name, function in zip(("model_fn", "batch_fn", "finish_fn", "optimizer_fn"), functions, strict=True):
+        _check_importable(name, function)
+    alone = _train(0, 1, model_fn, batch_fn, nothing, optimizer_fn)
+    _check_shards(layout, alone.initial)
+    of_ranks = run_ranks(_train, layout.ranks, *functions, timeout=SECONDS, patience=PATIENCE_SECONDS)
+    return _compare(of_ranks, alone, layout)
+
+
+def _check_layout(layout: Layout) -> None:
     if layout.ranks < 2:
         raise BadInput(f"layout.ranks = {layout.ranks}: expected at least 2, to be compared with one process")
-    alone = _train(0, 1, model_fn, batch_fn, nothing, optimizer_fn)
-    of_ranks = run_ranks(_train, layout.ranks, model_fn, batch_fn, finish_fn, optimizer_fn, timeout=SECONDS)
-    return _compare(of_ranks, alone, layout)
+    if layout.loss not in get_args(Loss):
+        raise BadInput(f'layout.loss = "{layout.loss}": expected one of {", ".join(get_args(Loss))}')
+
+
+def _check_importable(name: str, function: object) -> None:
+    try:
+        pickle.dumps(function)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise BadInput(
+            f"{name}: ranks import it, so it must be defined at the top of a module: {error}"
+        ) from None
+
+
+def _check_shards(layout: Layout, whole: Mapping[str, Tensor]) -> None:
+    for name, dim in layout.shards.items():
+        if name not in whole:
+            raise BadInput(f'layout.shards: no parameter "{name}"; {did_you_mean(name, whole)}')
+        if not -whole[name].dim() <= dim < whole[name].dim():
+            raise BadInput(f"layout.shards: {name} is {list(whole[name].shape)} and has no dim {dim}")
 
 
 def _train(
@@ -137,11 +172,16 @@ def _train(
 ) -> _Account:
     with _float64():
         module = model_fn(rank, world_size)
+        if not isinstance(module, nn.Module):
+            raise BadInput(f"model_fn: gave a {type(module).__name__}, expected a torch.nn.Module")
         optimizer = optimizer_fn(module.parameters())
         found = _Account(_whole(dict(module.named_parameters())))
         for step in range(STEPS):
-            loss = module(*batch_fn(step, rank, world_size))
-            loss.backward()
+            given = _arguments(batch_fn(step, rank, world_size))
+            with kept_outputs(module) if step == 0 else nullcontext(found.outputs) as outputs:
+                loss = _loss(module(*given))
+            found.outputs = outputs
+            loss.backward()  # type: ignore[no-untyped-call]
             finish_fn(module)
             found.loss.append(float(loss.detach()))
             if step == 0:
@@ -150,6 +190,20 @@ def _train(
             optimizer.zero_grad()
         found.parameters = _whole(dict(module.named_parameters()))
     return found
+
+
+def _arguments(given: Sequence[Any]) -> Sequence[Any]:
+    if not isinstance(given, tuple | list):
+        raise BadInput(f"batch_fn: gave a {type(given).__name__}, expected a tuple of the module's arguments")
+    return given
+
+
+def _loss(given: object) -> Tensor:
+    """Raises BadInput if a module has given something that is no loss."""
+    if not isinstance(given, Tensor) or given.numel() != 1:
+        what = f"a tensor {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise BadInput(f"model_fn: its module gave {what}, expected its loss, a tensor of one number")
+    return given
 
 
 @contextmanager
@@ -168,7 +222,7 @@ def _whole(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if tensor is not None:
             complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            found[name.removeprefix("module.")] = complete.detach().clone()
+            found[plain_name(name)] = complete.detach().clone()
     return found
 
 
@@ -197,7 +251,12 @@ def _compare(of_ranks: Sequence[_Account], alone: _Account, layout: Layout) -> V
     wrong += [f"{name} after {STEPS} steps: error {of_parameters[name]:.1e}" for name in late]
     worst = max(of_gradients.values(), default=0.0), max(of_parameters.values(), default=0.0)
     first = kind = None
-    if bad:
+    astray = None
+    if not abs(losses[0] - alone.loss[0]) <= bound * abs(alone.loss[0]):
+        astray = first_divergence([account.outputs for account in of_ranks], alone.outputs)
+    if astray is not None:
+        first, kind = f"{astray[0]} (forward)", astray[1]
+    elif bad:
         first, kind = f"{bad[0]} (gradient)", _kind(found["gradients"], alone.gradients, bad[0])
     elif late:
         first, kind = f"{late[0]} (update)", _kind(found["parameters"], alone.parameters, late[0])
@@ -212,7 +271,11 @@ def _assembled(
     for name in dict.fromkeys(name for of_rank in held for name in of_rank):
         pieces = [of_rank[name] for of_rank in held if name in of_rank]
         if name in layout.shards:
-            whole[name] = torch.cat(pieces, dim=layout.shards[name])
+            try:
+                whole[name] = torch.cat(pieces, dim=layout.shards[name])
+            except (RuntimeError, IndexError):  # of shapes that do not fit together
+                whole[name] = pieces[0]
+                wrong.append(f"{kind} of {name} are no pieces along dim {layout.shards[name]}")
             continue
         whole[name] = pieces[0]
         if len(pieces) < len(held) or not all(_equal(piece, pieces[0]) for piece in pieces):

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fivefold
 from fivefold import Layout
 from fivefold.config.errors import BadInput
+from fivefold.proof.ranks import RankError
 
 ROWS = 8
 
@@ -164,9 +165,76 @@ def test_a_shard_not_told_of_is_explained() -> None:
     assert "is it in layout.shards?" in (verdict.kind or "")
 
 
-def test_one_rank_is_refused() -> None:
-    with pytest.raises(BadInput, match="at least 2"):
-        fivefold.verify(plain, Layout(1), rows)
+class Normed(Regression):
+    """With a norm over the batch, of which a rank sees its own rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.outer(self.norm(self.inner(x))).squeeze(1) - y).square().mean()
+
+
+def normed(rank: int, world_size: int) -> nn.Module:
+    return Normed() if world_size == 1 else torch.compile(Normed(), backend="eager")  # type: ignore[return-value]
+
+
+def test_the_module_that_makes_the_loss_wrong_is_named() -> None:
+    verdict = fivefold.verify(normed, Layout(2), rows, finish_fn=mean_gradients)
+    assert verdict.first == "norm (forward)"
+    assert not any(line.startswith("initial") for line in verdict.wrong)  # the compiler's names are taken off
+
+
+def only_the_first(module: nn.Module) -> None:
+    if dist.get_rank() == 0:
+        mean_gradients(module)
+
+
+def test_a_collective_that_a_rank_leaves_out_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fivefold.proof.verify_module.PATIENCE_SECONDS", 1.0)
+    with pytest.raises(RankError, match=r"ranks \[0\] had not finished 1 s after ranks \[1\] had"):
+        fivefold.verify(plain, Layout(2), rows, finish_fn=only_the_first)
+
+
+def no_loss(rank: int, world_size: int) -> nn.Module:
+    return nn.Bilinear(6, 1, 3)
+
+
+def no_module(rank: int, world_size: int) -> nn.Module:
+    return Regression  # type: ignore[return-value]
+
+
+def one_tensor(step: int, rank: int, world_size: int) -> Tensor:
+    return rows(step, rank, world_size)[0]
+
+
+def two_inputs(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(4, 6), torch.ones(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "layout", "batch_fn", "says"),
+    [
+        (plain, Layout(1), rows, "layout.ranks = 1: expected at least 2"),
+        (plain, Layout(2, loss="men"), rows, 'layout.loss = "men": expected one of whole, mean, sum'),  # type: ignore[arg-type]
+        (
+            plain,
+            Layout(2, shards={"iner.bias": 0}),
+            rows,
+            'no parameter "iner.bias"; did you mean "inner.bias"',
+        ),
+        (plain, Layout(2, shards={"inner.bias": 1}), rows, r"inner.bias is \[10\] and has no dim 1"),
+        (lambda rank, n: Regression(), Layout(2), rows, "model_fn: ranks import it"),
+        (no_module, Layout(2), rows, "model_fn: gave a type, expected a torch.nn.Module"),
+        (no_loss, Layout(2), two_inputs, r"its module gave a tensor \[4, 3\], expected its loss"),
+        (plain, Layout(2), one_tensor, "batch_fn: gave a Tensor, expected a tuple"),
+    ],
+    ids=lambda value: None,
+)
+def test_what_cannot_be_compared_is_refused(model_fn: Any, layout: Layout, batch_fn: Any, says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        fivefold.verify(model_fn, layout, batch_fn)
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
