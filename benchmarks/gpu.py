@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.config.tree import Batch, Config, Machine, Model, Precision
+from fivefold.config.model import Model
+from fivefold.config.tree import Batch, Config, Machine, Precision
 from fivefold.data.rows import Batch as Rows
 from fivefold.ledger.flops import forward_per_token
 from fivefold.spec.legal import resolve_config

@@ -73,7 +73,8 @@ def serve() -> None:
 def _parts() -> dict[str, Callable[[], None]]:
     import torch
 
-    from fivefold.config.tree import Experts, Machine, Model
+    from fivefold.config.model import Experts, Model
+    from fivefold.config.tree import Machine
     from fivefold.nn.attention import Segments
     from fivefold.nn.decoder import Decoder
     from fivefold.nn.loss import cross_entropy_sum
@@ -84,7 +85,7 @@ def _parts() -> dict[str, Callable[[], None]]:
     generator = torch.Generator().manual_seed(0)
     segments, positions = Segments((512,) * 4), torch.arange(512)
     x = torch.randn(4, 512, 256, generator=generator, requires_grad=True)
-    slope = torch.randn(4, 512, 256, generator=generator)
+    grad = torch.randn(4, 512, 256, generator=generator)
 
     def layer(experts: Experts) -> Callable[[], None]:
         model = Model(layers=1, hidden=256, heads=8, kv_heads=4, ffn=688, vocab=4096, experts=experts)
@@ -94,7 +95,7 @@ def _parts() -> dict[str, Callable[[], None]]:
 
         def run() -> None:
             out, _ = decoder.layers["0"](x, rotary_table(model, positions), segments)
-            out.backward(slope)
+            out.backward(grad)
 
         return run
 
@@ -114,7 +115,7 @@ def matmul_rates() -> None:
 
     torch.set_num_threads(1)
     for rows, inner, columns in SHAPES:
-        inputs, weight, slope = (
+        inputs, weight, grad = (
             torch.randn(rows, inner),
             torch.randn(columns, inner),
             torch.randn(rows, columns),
@@ -125,8 +126,8 @@ def matmul_rates() -> None:
                 2e-9 * rows * inner * columns / _least_seconds(product)
                 for product in (
                     lambda x=inputs, w=weight: x @ w.T,
-                    lambda g=slope, w=weight: g @ w,
-                    lambda g=slope, x=inputs: g.T @ x,
+                    lambda g=grad, w=weight: g @ w,
+                    lambda g=grad, x=inputs: g.T @ x,
                 )
             ]
             print(

@@ -9,7 +9,7 @@ from time import perf_counter, process_time
 
 import msgspec
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger import hardware
 from fivefold.ledger.job import Stack
 from fivefold.planner.search import search

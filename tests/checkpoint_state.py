@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fivefold.config.tree import Checkpoint
 from fivefold.trainer.checkpoint import Checkpointer
-from fivefold.trainer.shelf import CheckpointError
+from fivefold.trainer.checkpoint_directory import CheckpointError
 
 CONFIG_TEXT = "[run]\nsteps = 5\n"
 # Layout → ranks. "zero0" is plain replicas; it also stands for one process, with no default group.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -40,6 +40,12 @@ class RanksOver(Ranks):
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         return super().run(partial(over, self._transport, fn), *args, **kwargs)
+
+
+def ranks_over(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """A fixture of four ranks; a file gives it the scope and, as `params`, the transports."""
+    with RanksOver(request.param) as ranks:
+        yield ranks
 
 
 def wait(tensor: Tensor) -> Tensor:

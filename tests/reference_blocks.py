@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.spec.parameters import parameters
 
 Weights = dict[str, Tensor]

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder, Timeline
 from fivefold.config.load import load
-from fivefold.proof.run import account_of
+from fivefold.proof.run_account import account_of
 from fivefold.render.account import account_text, is_equal
 from fivefold.spec.legal import resolve_config
 from fivefold.trainer.loop import Loop
 from fivefold.trainer.place import place_from
-from fivefold.trainer.work import first_steps
+from fivefold.trainer.worker import first_steps
 from ranks import Ranks
 
 CONFIG = f"""

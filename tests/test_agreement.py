@@ -148,8 +148,8 @@ class Sick(loop.Loop):
             part.register_forward_hook(lambda *parts: parts[-1] * float("nan"))
         return super()._step()
 
-from fivefold.trainer import work
-work.Loop = Sick
+from fivefold.trainer import worker
+worker.Loop = Sick
 sys.exit(main(sys.argv[1:]))
 """
 START = "import sys; from fivefold.trainer.launch import start_local; sys.exit(start_local(sys.argv[1:], 2))"

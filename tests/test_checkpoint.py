@@ -25,7 +25,7 @@ from checkpoint_state import (
     value,
     wrong,
 )
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 from fivefold.trainer.checkpoint import load_tensors
 from fivefold.trainer.storage import CheckpointWriter
 from ranks import Ranks
@@ -214,7 +214,7 @@ def test_pruning_never_takes_the_checkpoint_just_saved(tmp_path: Path) -> None:
     """A run went back from step 30 to 10: its step 11 is the newest, and what `latest` must find."""
     save_alone(tmp_path, 10, 20, 30, keep_last=3)
     save_alone(tmp_path, 11, keep_last=1)
-    assert shelf.complete(tmp_path) == [tmp_path / "step-11"]
+    assert checkpoint_directory.complete(tmp_path) == [tmp_path / "step-11"]
     aside = [name.split("-abandoned")[0] for name in names(tmp_path) if "abandoned" in name]
     assert [name.partition(".")[0] for name in aside] == ["step-20", "step-30"]
 
@@ -227,7 +227,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     save_alone(tmp_path, 1, 2, keep_last=1)
-    assert shelf.complete(tmp_path) == [tmp_path / "step-2"]
+    assert checkpoint_directory.complete(tmp_path) == [tmp_path / "step-2"]
     assert "could not be removed" in caplog.text
 
 
@@ -262,8 +262,11 @@ def test_what_is_not_a_complete_checkpoint_is_not_listed(tmp_path: Path) -> None
     save_alone(tmp_path, 9, 10)
     (tmp_path / "step-11").mkdir()
     (tmp_path / "step-x").mkdir()
-    assert shelf.complete(tmp_path) == [tmp_path / "step-9", tmp_path / "step-10"]  # by number, not by name
-    assert shelf.complete(tmp_path / "absent") == []
+    assert checkpoint_directory.complete(tmp_path) == [
+        tmp_path / "step-9",
+        tmp_path / "step-10",
+    ]  # by number, not by name
+    assert checkpoint_directory.complete(tmp_path / "absent") == []
 
 
 def open_own(rank: int, world_size: int, directories: list[Path]) -> str:
@@ -285,9 +288,9 @@ def test_a_directory_that_cannot_be_made_is_refused_by_all(ranks: Ranks, tmp_pat
 
 
 def open_in_haste(rank: int, world_size: int, directory: Path) -> str:
-    shelf.LOCK_SECONDS, normal = 0.1, shelf.LOCK_SECONDS
+    checkpoint_directory.LOCK_SECONDS, normal = 0.1, checkpoint_directory.LOCK_SECONDS
     error = error_of(checkpointer, directory)
-    shelf.LOCK_SECONDS = normal
+    checkpoint_directory.LOCK_SECONDS = normal
     return error
 
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from checkpoint_state import checkpointer
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 from fivefold.trainer.checkpoint import load_tensors
-from fivefold.trainer.shelf import CheckpointError
+from fivefold.trainer.checkpoint_directory import CheckpointError
 from ranks import run_ranks
 
 MOMENTS = 4  # of the quick sweep; the full one has 20
@@ -33,17 +33,17 @@ def state_of(step: int, rows: int) -> dict[str, torch.Tensor]:
 
 def check_survivors(directory: Path, least: int) -> int:
     """Everything visible is whole; a new start finds the newest and leaves no litter. Returns its step."""
-    found = shelf.complete(directory)
+    found = checkpoint_directory.complete(directory)
     for path in found:
         for tensor in load_tensors(path).values():
-            assert (tensor == shelf.step_of(path)).all(), path
+            assert (tensor == checkpoint_directory.step_of(path)).all(), path
     keeper = checkpointer(directory)
     latest = keeper.latest()
     keeper.close()
     assert latest is not None
     assert not found or latest == found[-1]
     assert [path.name for path in directory.glob(".*")] == [".lock"]
-    step = shelf.step_of(latest)
+    step = checkpoint_directory.step_of(latest)
     assert step >= least
     for tensor in load_tensors(latest).values():
         assert (tensor == step).all()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from checkpoint_state import CONFIG_TEXT, checkpointer, error_of, local, make_state, wrong
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 from fivefold.trainer.checkpoint import Checkpointer, load_tensors
-from fivefold.trainer.shelf import CheckpointError
+from fivefold.trainer.checkpoint_directory import CheckpointError
 from fivefold.trainer.storage import parse_sums
 from ranks import Ranks, run_ranks
 
@@ -329,7 +329,7 @@ def test_a_state_that_makes_no_sense_is_refused(pair: Ranks, tmp_path: Path) -> 
     shapes, counters = outcomes[0]
     assert "rank 0: model.a is float32 [3] on rank 0 and float32 [4] on rank 1" in shapes
     assert "rank 0: TypeError: Object of type object is not JSON serializable" in counters
-    assert shelf.complete(tmp_path) == [tmp_path / "step-1"]
+    assert checkpoint_directory.complete(tmp_path) == [tmp_path / "step-1"]
 
 
 def no_memory(rank: int, world_size: int, directory: Path) -> str:
@@ -359,7 +359,9 @@ def late_error(rank: int, world_size: int, directory: Path) -> list[str]:
     assert keeper.latest() is None  # waits, and leaves the error to be told
     told = [error_of(keeper.save, 2, state, {}, "", asynchronous=True) for _ in range(2)]
     keeper.close()
-    return [error.partition(" was")[0] for error in told] + [path.name for path in shelf.complete(directory)]
+    return [error.partition(" was")[0] for error in told] + [
+        path.name for path in checkpoint_directory.complete(directory)
+    ]
 
 
 def test_the_error_of_a_background_save_is_told_by_the_next(pair: Ranks, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from checkpoint_state import checkpointer
-from fivefold.config.tree import Config, Experts
+from fivefold.config.model import Experts
+from fivefold.config.tree import Config
 from fivefold.nn.dropout import step_key
 from fivefold.parallel.apply import ParallelModel
 from fivefold.proof.error import errors

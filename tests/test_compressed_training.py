@@ -27,7 +27,7 @@ from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.checkpoint import Checkpointer
-from fivefold.trainer.state import COMPRESSION, Regrouped, compression_state, tensors
+from fivefold.trainer.state import COMPRESSION, RegroupedCompression, compression_state, tensors
 from fivefold.trainer.step import Stepper
 from ranks import Ranks
 from toy import CPU, FLAGS, global_batch, reference, start_group, stepper_on, toy_config, train_on_ranks
@@ -126,7 +126,7 @@ def gone_on(resolved: Resolved, first: int, directory: str) -> tuple[Stepper, Ch
     stepper = stepper_on(resolved, start_group())
     checkpoints = Checkpointer(Path(directory), Checkpoint())
     if (path := checkpoints.latest()) is not None:
-        regrouped = Regrouped(stepper.model, checkpoints.shapes(path))
+        regrouped = RegroupedCompression(stepper.model, checkpoints.shapes(path))
         asked = regrouped.asked(tensors(stepper.model, stepper.optimizer))
         checkpoints.load(path, asked, leave=lambda unasked: [n for n in unasked if n.startswith(COMPRESSION)])
         regrouped.adopt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import pytest
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.collectives.compression import Compressor, compressor
-from fivefold.collectives.compression.state import State, resharded
+from fivefold.collectives.compression.state import SHARED, State
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
 from fivefold.ledger.compression import Compression, messages
@@ -101,6 +101,24 @@ def test_what_is_sent_and_kept_is_the_true_gradient_at_every_step(
     ranks: Ranks, how: Compression, n: int
 ) -> None:
     ranks.run(check_every_step, how, world_size=n)
+
+
+def resharded(states: Sequence[Mapping[str, Tensor]], ranks: int) -> list[State]:
+    """The states of `ranks` ranks that together keep what those of `len(states)` ranks kept.
+
+    New rank r takes the sum of the old ranks r, r + n', r + 2n', …; with more ranks than before, some start with
+    nothing. With as many as before every rank has its own again, bit for bit.
+    """
+    found: list[State] = [{} for _ in range(ranks)]
+    for rank, state in enumerate(states):
+        mine = found[rank % ranks]
+        for key, value in state.items():
+            if key.startswith(SHARED):
+                for each in found:
+                    each.setdefault(key, value)
+            else:
+                mine[key] = mine[key] + value if key in mine else value
+    return found
 
 
 def steps_from(

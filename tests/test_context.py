@@ -59,7 +59,7 @@ def data(case: Case) -> tuple[list[Tensor], Tensor, Segments]:
 
 def dense(case: Case) -> list[Tensor]:
     """The result and the gradients of query, key and value, by one full score matrix."""
-    inputs, slope, segments = data(case)
+    inputs, grad, segments = data(case)
     exact = torch.promote_types(case.dtype, torch.float32)
     query, key, value = (x.to(exact).requires_grad_() for x in inputs)
     group = case.heads // case.kv_heads
@@ -68,7 +68,7 @@ def dense(case: Case) -> list[Tensor]:
     if segments.documents is not None:
         hidden = hidden | (segments.documents.unsqueeze(2) != segments.documents.unsqueeze(1)).unsqueeze(1)
     out = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value.repeat_interleave(group, 1)
-    out.backward(slope.to(exact))
+    out.backward(grad.to(exact))
     return [out.detach(), *(x.grad for x in (query, key, value))]  # type: ignore[misc]
 
 
@@ -78,11 +78,11 @@ def cut_up(rank: int, _: int, case: Case, cp: int) -> list[Tensor]:
     cut = Cut(group, case.kind, case.length)
     parallel = Parallel(context=case.kind, recompute="none" if case.keep else "attention")
     core = context_core(group, parallel, causal_attention)
-    inputs, slope, segments = data(case)
+    inputs, grad, segments = data(case)
     places = torch.cat([torch.arange(*span) for span in cut.spans(rank)])
     own = [x[:, :, places].requires_grad_() for x in inputs]
     out = core(*own, segments)
-    out.backward(slope[:, :, places])
+    out.backward(grad[:, :, places])
     return [places, out.detach(), *(x.grad for x in own)]  # type: ignore[misc]
 
 
@@ -144,7 +144,7 @@ def test_half_precision_is_that_of_the_inputs(ranks: Ranks, kind: Kind, keep: bo
 
 def whole_here(_: int, world_size: int, case: Case) -> Tensor:
     group = new_group(range(world_size), "cp")
-    inputs, _slope, segments = data(case)
+    inputs, _grad, segments = data(case)
     return context_core(group, Parallel(context=case.kind), causal_attention)(*inputs, segments)
 
 

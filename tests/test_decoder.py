@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.config.tree import Model, RopeScaling
+from fivefold.config.model import Model, RopeScaling
 from fivefold.nn.attention import Segments, causal_attention
 from fivefold.nn.causal_attention import blocked_causal_attention
 from fivefold.nn.decoder import Decoder
@@ -211,11 +211,11 @@ def test_blocked_attention_is_attention(sequence: int, kv_heads: int) -> None:
         torch.randn(2, kv_heads, sequence, 4, dtype=torch.float64, generator=generator, requires_grad=True)
         for _ in range(2)
     )
-    slope = torch.randn(q.shape, dtype=torch.float64, generator=generator)
+    grad = torch.randn(q.shape, dtype=torch.float64, generator=generator)
     mine = blocked_causal_attention(q, k, v)
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert errors({"": mine}, {"": theirs})[""] <= 1e-14
-    found, expected = (torch.autograd.grad(out, (q, k, v), slope) for out in (mine, theirs))
+    found, expected = (torch.autograd.grad(out, (q, k, v), grad) for out in (mine, theirs))
     scale = sum(e.norm() for e in expected)
     for f, e in zip(found, expected, strict=True):
         assert (f - e).norm() <= 1e-14 * scale

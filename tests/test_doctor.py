@@ -10,10 +10,10 @@ import pytest
 
 from fivefold.cli.extras import require_torch
 from fivefold.config.errors import BadInput
-from fivefold.trainer.examine.finding import Finding
-from fivefold.trainer.examine.host import examine_host
-from fivefold.trainer.examine.network import addresses, examine_network
-from fivefold.trainer.examine.settings import examine_settings
+from fivefold.trainer.doctor.finding import Finding
+from fivefold.trainer.doctor.host import check_host
+from fivefold.trainer.doctor.network import addresses, check_network
+from fivefold.trainer.doctor.settings import check_settings
 from fivefold.trainer.place import usable_cores
 from launch_environments import OPENMPI
 
@@ -89,7 +89,7 @@ def test_settings_in_force() -> None:
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
         "OMP_NUM_THREADS": str(cores),
     }
-    found = list(examine_settings(environment))
+    found = list(check_settings(environment))
     assert {item.name for item in found} == set(environment) - {"HOME", "LANG"}
     states = {item.name: item.state for item in found}
     assert states == {
@@ -104,18 +104,18 @@ def test_settings_in_force() -> None:
 
 
 def test_no_settings() -> None:
-    assert [item.state for item in examine_settings({"HOME": "/root"})] == ["good"]
+    assert [item.state for item in check_settings({"HOME": "/root"})] == ["good"]
 
 
 @pytest.mark.parametrize("threads", ["0", "many"])
 def test_threads_that_are_no_number(threads: str) -> None:
-    (found,) = examine_settings({"OMP_NUM_THREADS": threads})
+    (found,) = check_settings({"OMP_NUM_THREADS": threads})
     assert found.state == "problem"
 
 
 def test_the_interface_gloo_would_use() -> None:
     interface = next(iter(addresses()))
-    chosen = finding(list(examine_network({"GLOO_SOCKET_IFNAME": interface})), "gloo")
+    chosen = finding(list(check_network({"GLOO_SOCKET_IFNAME": interface})), "gloo")
     assert (chosen.state, chosen.value) == ("good", f"{interface}, by GLOO_SOCKET_IFNAME")
 
 
@@ -125,7 +125,7 @@ def test_loopback_has_its_address() -> None:
 
 
 def test_a_launchers_traces() -> None:
-    inside = finding(list(examine_host(OPENMPI)), "variables")
+    inside = finding(list(check_host(OPENMPI)), "variables")
     assert inside.value == "mpirun: rank 1 of 2"
-    left_over = finding(list(examine_host({"RANK": "1"})), "variables")
+    left_over = finding(list(check_host({"RANK": "1"})), "variables")
     assert left_over.state == "problem"

@@ -18,7 +18,7 @@ from fivefold.nn.inputs import Inputs
 from fivefold.parallel.apply import parallelize
 from fivefold.parallel.mesh import Groups
 from fivefold.spec.legal import resolve_config
-from fivefold.trainer.agree import Agreement
+from fivefold.trainer.agreement import Agreement
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.evaluate import evaluate
 from ranks import Ranks

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder, Row
-from fivefold.config.tree import Experts as Options
-from fivefold.config.tree import Model
+from fivefold.config.model import Experts as Options
+from fivefold.config.model import Model
 from fivefold.nn.experts import Experts
 from fivefold.parallel.expert import Exchange
 from fivefold.parallel.mesh import new_group
@@ -62,12 +62,12 @@ def on_ranks(
     for projection in (module.gate, module.up, module.down):
         projection.weight = torch.nn.Parameter(projection.weight.detach()[own].clone())
     module.exchange = Exchange(new_group(range(world_size), "ep"))
-    x, slope = tokens_of(rank, dtype)
+    x, grad = tokens_of(rank, dtype)
     recorder.clear()
     with recorder.phase("forward"):
         out, _ = module(x.requires_grad_())
     with recorder.phase("backward"):
-        out.backward(slope)
+        out.backward(grad)
     found = {name: parameter.grad for name, parameter in module.named_parameters()}
     return found | {"x": x.grad, "out": out.detach()}, recorder.rows()  # type: ignore[return-value]
 
@@ -80,9 +80,9 @@ def test_ranks_equal_one(ranks: Ranks, world_size: int, favourite: int | None, d
     results = ranks.run(on_ranks, dtype, favourite, world_size=world_size, timeout=300)
     module = made(dtype, favourite)
     for rank in range(world_size):
-        x, slope = tokens_of(rank, dtype)
+        x, grad = tokens_of(rank, dtype)
         out, _ = module(x.requires_grad_())
-        out.backward(slope)
+        out.backward(grad)
         found = results[rank][0]
         assert torch.allclose(found["out"], out, atol=1e-6 if dtype == torch.float32 else 1e-13)
         assert torch.allclose(found["x"], x.grad, atol=1e-6 if dtype == torch.float32 else 1e-13)  # type: ignore[arg-type]

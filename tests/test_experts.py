@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from msgspec.structs import replace
 from torch import Tensor
 
-from fivefold.config.tree import Experts as Options
-from fivefold.config.tree import Model
+from fivefold.config.model import Experts as Options
+from fivefold.config.model import Model
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
 from fivefold.nn.expert_swiglu import expert_swiglu
@@ -55,11 +55,11 @@ def test_grouped_products_equal_the_loop(grouped: Any, counts: list[int]) -> Non
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(sum(counts), 8, generator=generator, requires_grad=True)
     weight = torch.randn(3, 12, 8, generator=generator, requires_grad=True)
-    slope = torch.randn(sum(counts), 12, generator=generator)
+    grad = torch.randn(sum(counts), 12, generator=generator)
     results = []
     for product in (grouped, _one_by_one):
         y = product(x, weight, torch.tensor(counts))
-        results.append((y, *torch.autograd.grad(y, (x, weight), slope)))
+        results.append((y, *torch.autograd.grad(y, (x, weight), grad)))
     for found, expected in zip(*results, strict=True):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -78,7 +78,7 @@ def test_experts_in_pieces_equal_the_loop(sizes: list[int], dtype: torch.dtype) 
         return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
     x, weights = drawn(sum(sizes), 8), (drawn(3, 12, 8), drawn(3, 12, 8), drawn(3, 8, 12))
-    slope = torch.randn_like(x)
+    grad = torch.randn_like(x)
 
     def loop() -> Tensor:
         gate, up, down = (weight.repeat(len(sizes) // 3, 1, 1) for weight in weights)
@@ -90,7 +90,7 @@ def test_experts_in_pieces_equal_the_loop(sizes: list[int], dtype: torch.dtype) 
         dict(
             zip(
                 ("out", "x", "gate", "up", "down"),
-                (y, *torch.autograd.grad(y, (x, *weights), slope)),
+                (y, *torch.autograd.grad(y, (x, *weights), grad)),
                 strict=True,
             )
         )
@@ -161,9 +161,9 @@ def test_experts_equal_the_textbook(options: Options, dtype: torch.dtype) -> Non
     found, expected = module(x)[0], plain_experts(module, model, x)
     bound = 1e-13 if dtype == torch.float64 else 1e-5
     assert errors({"": found}, {"": expected})[""] <= bound
-    slope = torch.randn_like(found)
+    grad = torch.randn_like(found)
     gradients = [
-        dict(zip(("x", *names), torch.autograd.grad(y, (x, *tensors), slope), strict=True))
+        dict(zip(("x", *names), torch.autograd.grad(y, (x, *tensors), grad), strict=True))
         for y in (found, expected)
     ]
     worst = errors(*gradients)

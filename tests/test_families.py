@@ -13,7 +13,7 @@ from fivefold.config.errors import ConfigError
 from fivefold.config.families import FAMILIES
 from fivefold.config.huggingface import config_json, nearest_architecture, read_model
 from fivefold.config.load import load, preset_names
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.hub.names import TABLES, places
 from fivefold.spec.parameters import parameters, total
 

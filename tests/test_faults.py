@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import faults
+import faults_cp_ep_pp
 from fivefold.config.load import load
 from fivefold.config.tree import Config
 from fivefold.proof.verify import Case, Verifier
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.injected_fault
 class Fault(NamedTuple):
     """A fault, where it is put, and what verify must say: the axis, a part of the module's name, the kind of wrong."""
 
-    sabotage: Callable[[], Any]
+    inject: Callable[[], Any]
     layout: dict[str, Any]
     axis: str
     module: str
@@ -62,29 +63,34 @@ FAULTS = [
     Fault(faults.divided_by_own_tokens, REPLICAS, "dp_replicate", "gradient"),
     Fault(faults.learning_rate_by_rank, REPLICAS, "dp_replicate", ""),
     Fault(faults.documents_mixed, REPLICAS, "dp_replicate", "layers.0 (forward)"),
-    Fault(faults.label_lost_at_a_boundary, RING, "cp", ""),
-    Fault(faults.positions_start_at_zero, RING, "cp", "layers.0 (forward)"),
-    Fault(faults.ring_backward_scaled, RING, "cp", "attention.key"),
-    Fault(faults.ring_sees_the_future, RING, "cp", "layers.0 (forward)"),
-    Fault(faults.heads_return_in_another_order, RING | {"context": "ulysses"}, "cp", "layers.0 (forward)"),
-    Fault(faults.context_gradients_not_summed, RING, "cp", "gradient"),
-    Fault(faults.auxiliary_loss_by_rank, RING, "cp", "gradient", preset=MOE),
-    Fault(faults.expert_gradients_doubled, EP, "ep", "gradient", preset=MOE),
-    Fault(faults.rows_reach_other_experts, EP, "ep", "layers.0 (forward)", preset=MOE),
-    Fault(faults.dispatched_weights_forgotten, EP, "dp_shard", "layers.0 (forward)", preset=MOE),
-    Fault(faults.accumulation_not_divided, PIPE, "pp", "gradient", "2"),
-    Fault(faults.tied_copies_apart, PIPE, "pp", "embedding"),
-    Fault(faults.weight_gradients_twice, PIPE | {"schedule": "zb_h1"}, "pp", "gradient"),
-    Fault(faults.stage_gradient_cast, PIPE, "pp", "gradient"),
+    Fault(faults_cp_ep_pp.label_lost_at_a_boundary, RING, "cp", ""),
+    Fault(faults_cp_ep_pp.positions_start_at_zero, RING, "cp", "layers.0 (forward)"),
+    Fault(faults_cp_ep_pp.ring_backward_scaled, RING, "cp", "attention.key"),
+    Fault(faults_cp_ep_pp.ring_sees_the_future, RING, "cp", "layers.0 (forward)"),
+    Fault(
+        faults_cp_ep_pp.heads_return_in_another_order,
+        RING | {"context": "ulysses"},
+        "cp",
+        "layers.0 (forward)",
+    ),
+    Fault(faults_cp_ep_pp.context_gradients_not_summed, RING, "cp", "gradient"),
+    Fault(faults_cp_ep_pp.auxiliary_loss_by_rank, RING, "cp", "gradient", preset=MOE),
+    Fault(faults_cp_ep_pp.expert_gradients_doubled, EP, "ep", "gradient", preset=MOE),
+    Fault(faults_cp_ep_pp.rows_reach_other_experts, EP, "ep", "layers.0 (forward)", preset=MOE),
+    Fault(faults_cp_ep_pp.dispatched_weights_forgotten, EP, "dp_shard", "layers.0 (forward)", preset=MOE),
+    Fault(faults_cp_ep_pp.accumulation_not_divided, PIPE, "pp", "gradient", "2"),
+    Fault(faults_cp_ep_pp.tied_copies_apart, PIPE, "pp", "embedding"),
+    Fault(faults_cp_ep_pp.weight_gradients_twice, PIPE | {"schedule": "zb_h1"}, "pp", "gradient"),
+    Fault(faults_cp_ep_pp.stage_gradient_cast, PIPE, "pp", "gradient"),
     Fault(faults.skip_decided_locally, REPLICAS, "dp_replicate", ""),
     Fault(faults.parts_orthogonalised, TP, "tp", "(update)", optimizer="muon"),
 ]
 FEW = {
     faults.norm_gradients_not_summed,
     faults.gradients_are_means,
-    faults.ring_backward_scaled,
-    faults.expert_gradients_doubled,
-    faults.accumulation_not_divided,
+    faults_cp_ep_pp.ring_backward_scaled,
+    faults_cp_ep_pp.expert_gradients_doubled,
+    faults_cp_ep_pp.accumulation_not_divided,
 }
 
 
@@ -115,30 +121,28 @@ def check(fault: Fault, case: Case) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(
-            fault, id=fault.sabotage.__name__, marks=() if fault.sabotage in FEW else pytest.mark.full
-        )
+        pytest.param(fault, id=fault.inject.__name__, marks=() if fault.inject in FEW else pytest.mark.full)
         for fault in FAULTS
     ],
 )
 def test_fault_is_found_and_named(verifier: Verifier, fault: Fault) -> None:
-    verifier.sabotage = fault.sabotage
+    verifier.fault = fault.inject
     check(fault, verifier.case(config_of(fault), ["float64"]))
 
 
 def test_every_fault_still_finds_what_it_breaks() -> None:
     """Most are only tried in the full run: a name that has moved shows here."""
     for fault in FAULTS:
-        with fault.sabotage():
+        with fault.inject():
             pass
 
 
 def test_no_false_alarm(verifier: Verifier) -> None:
     """Each layout above, healthy."""
-    verifier.sabotage = faults.nothing
+    verifier.fault = faults.nothing
     seen = []
     for fault in FAULTS:
-        if fault.sabotage not in FEW:
+        if fault.inject not in FEW:
             continue
         case = verifier.case(config_of(fault), ["float64"])
         assert case.passed, case.document()

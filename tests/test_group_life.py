@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,16 @@ from fivefold.collectives.work import CollectiveError
 from ranks import Ranks, run_ranks
 from recorded import (
     TRANSPORTS,
-    RanksOver,
     batch_of,
     join,
     make_model,
     mesh_of,
     over,
+    ranks_over,
     wait,
 )
 
-
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with RanksOver(request.param) as ranks:
-        yield ranks
+ranks = pytest.fixture(scope="module", params=TRANSPORTS)(ranks_over)
 
 
 def until_error(collective: Callable[[], Any]) -> tuple[str, float]:

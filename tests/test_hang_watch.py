@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from fivefold.collectives.group import register
+from fivefold.collectives.hang_watch import HangWatch
 from fivefold.collectives.record import Recorder
 from fivefold.collectives.shared_memory.transport import SharedMemory
-from fivefold.collectives.watch import HangWatch
 from fivefold.collectives.work import CollectiveError
 from ranks import Ranks, run_ranks
 

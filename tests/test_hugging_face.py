@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fivefold.cli.main import main
 from fivefold.config.huggingface import read_model
 from fivefold.config.load import load
-from fivefold.config.tree import Model, Source
+from fivefold.config.model import Model
+from fivefold.config.tree import Source
 from fivefold.data.documents import File
 from fivefold.data.tokenizer import train_tokenizer
 from fivefold.nn.attention import Segments

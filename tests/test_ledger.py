@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fivefold.config.tree import Config, Experts, LatentAttention, Model
+from fivefold.config.model import Experts, LatentAttention, Model
+from fivefold.config.tree import Config
 from fivefold.ledger import activations, flops, hardware
 from fivefold.ledger.job import Job, Stack
 from fivefold.ledger.operations import head, layer
@@ -61,10 +62,10 @@ DTYPES = {torch.float32: 4, torch.float64: 8, torch.bfloat16: 2}
 
 
 def job(model: Model, itemsize: int, batch: int, length: int, recompute: str = "none") -> Job:
-    by_hand = itemsize > 2
+    manual_backward = itemsize > 2
     stack = Stack(
-        attention="blocked" if by_hand else "flash",
-        by_hand=by_hand,
+        attention="blocked" if manual_backward else "flash",
+        manual_backward=manual_backward,
         compute_copy=0,
         chunked_loss=True,
         early_stop=True,
@@ -161,7 +162,7 @@ def expert_products(x: Any, gate: Any, *more: Any, **options: Any) -> int:
     return int(6 * x[0] * x[1] * gate[1])
 
 
-def expert_gradients(slope: Any, x: Any, gate: Any, *more: Any, **options: Any) -> int:
+def expert_gradients(grad: Any, x: Any, gate: Any, *more: Any, **options: Any) -> int:
     return 2 * expert_products(x, gate)
 
 
@@ -175,7 +176,7 @@ def flash(query: Any, key: Any, value: Any, *more: Any, **options: Any) -> int:
     return 2 * pairs(query, key, value)
 
 
-def flash_backward(slope: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> int:
+def flash_backward(grad: Any, query: Any, key: Any, value: Any, *more: Any, **options: Any) -> int:
     return 5 * pairs(query, key, value)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from fivefold.config.tree import Batch, Config, Experts, Log, Model, Optimizer, Parallel, Run, Schedule
+from fivefold.config.model import Experts, Model
+from fivefold.config.tree import Batch, Config, Log, Optimizer, Parallel, Run, Schedule
 from fivefold.observe.console import RunConsole
 from fivefold.observe.facts import EndFacts, SourceFacts, StartFacts
 from fivefold.observe.grid import layout_picture

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fivefold.config.tree import Checkpoint, Config, Experts, Model
+from fivefold.config.model import Experts, Model
+from fivefold.config.tree import Checkpoint, Config
 from fivefold.ledger.simulate import held_at_once
 from fivefold.nn.generate import next_logits
 from fivefold.observe.memory import SavedActivations

@@ -6,7 +6,8 @@ import pytest
 
 from fivefold.config.errors import ConfigError
 from fivefold.config.load import load, preset_names
-from fivefold.config.tree import Cluster, Model
+from fivefold.config.model import Model
+from fivefold.config.tree import Cluster
 from fivefold.ledger import hardware
 from fivefold.spec.parameters import active, total
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,19 +23,15 @@ from ranks import Ranks
 from recorded import (
     TRANSPORTS,
     Block,
-    RanksOver,
     batch_of,
     join,
     make_model,
     mesh_of,
+    ranks_over,
     taken,
 )
 
-
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with RanksOver(request.param) as ranks:
-        yield ranks
+ranks = pytest.fixture(scope="module", params=TRANSPORTS)(ranks_over)
 
 
 def mean_gradients(n: int) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,18 +20,14 @@ from ranks import Ranks
 from recorded import (
     AXES,
     TRANSPORTS,
-    RanksOver,
     join,
     mesh_of,
+    ranks_over,
     taken,
     wait,
 )
 
-
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with RanksOver(request.param) as ranks:
-        yield ranks
+ranks = pytest.fixture(scope="module", params=TRANSPORTS)(ranks_over)
 
 
 # --- the recorder alone

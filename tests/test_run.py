@@ -21,7 +21,7 @@ from fivefold.config.errors import BadInput
 from fivefold.config.load import load
 from fivefold.data.samples import Samples
 from fivefold.data.store import open_store
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 from fivefold.trainer.checkpoint import load_tensors
 from fivefold.trainer.directory import choose_directory
 from fivefold.trainer.identity import check_resume, identity, refuse_change
@@ -110,7 +110,9 @@ def test_a_run_leaves_what_the_contract_says(whole: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 13))
     keys = {"step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory_bytes"}
     assert keys | {"loss_scale", "skipped"} <= rows[0].keys()
-    assert [shelf.step_of(path) for path in shelf.complete(whole / "checkpoints")] == [3, 6, 9, 12]
+    assert [
+        checkpoint_directory.step_of(path) for path in checkpoint_directory.complete(whole / "checkpoints")
+    ] == [3, 6, 9, 12]
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
@@ -118,8 +120,8 @@ def test_a_run_leaves_what_the_contract_says(whole: Path) -> None:
 def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(place: Path, whole: Path, step: int) -> None:
     copy = place / f"resumed-{step}"
     shutil.copytree(whole, copy)
-    for path in shelf.complete(copy / "checkpoints"):
-        if shelf.step_of(path) > step:
+    for path in checkpoint_directory.complete(copy / "checkpoints"):
+        if checkpoint_directory.step_of(path) > step:
             shutil.rmtree(path)
     fivefold(place, "train", str(copy), "--resume")
     assert numbers(metrics(copy)) == numbers(metrics(whole))
@@ -137,8 +139,8 @@ def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(place: Path, whole:
 def test_goes_on_in_another_layout(place: Path, whole: Path, ranks: int, zero: int) -> None:
     copy = place / f"moved-{ranks}-{zero}"
     shutil.copytree(whole, copy)
-    for path in shelf.complete(copy / "checkpoints"):
-        if shelf.step_of(path) > 6:
+    for path in checkpoint_directory.complete(copy / "checkpoints"):
+        if checkpoint_directory.step_of(path) > 6:
             shutil.rmtree(path)
     fivefold(place, "train", str(copy), "--resume", *settings(str(copy), ranks, zero))
     for mine, theirs in zip(metrics(copy), metrics(whole), strict=True):
@@ -185,7 +187,7 @@ def test_a_signal_finishes_the_step_saves_and_stops(place: Path, whole: Path, ho
     assert "Traceback" not in output + errors
     assert len(errors.splitlines()) <= 2, errors
     last = metrics(run)[-1]["step"]
-    assert shelf.step_of(shelf.complete(run / "checkpoints")[-1]) == last
+    assert checkpoint_directory.step_of(checkpoint_directory.complete(run / "checkpoints")[-1]) == last
     fivefold(place, "train", str(run), "--resume", "--set", f"run.steps={last + 1}")
     assert [row["step"] for row in metrics(run)] == list(range(1, last + 2))
 
@@ -375,7 +377,7 @@ def test_a_reader_who_goes_away_stops_the_run_and_nothing_is_lost(place: Path, w
     assert process.stderr.read() == "fivefold: nobody reads the output any more: the run saves and stops\n"
     process.stderr.close()
     last = metrics(run)[-1]["step"]
-    assert shelf.step_of(shelf.complete(run / "checkpoints")[-1]) == last
+    assert checkpoint_directory.step_of(checkpoint_directory.complete(run / "checkpoints")[-1]) == last
 
 
 def test_a_run_that_goes_on_in_fp16_begins_with_its_own_loss_scale(place: Path, whole: Path) -> None:

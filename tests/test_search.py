@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fivefold.config.errors import ConfigError
 from fivefold.config.load import load
-from fivefold.config.tree import Config, Experts, Model
+from fivefold.config.model import Experts, Model
+from fivefold.config.tree import Config
 from fivefold.ledger import hardware, pipeline
 from fivefold.ledger.job import Job, Stack
 from fivefold.ledger.total import estimate

@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fivefold.config.errors import ConfigError
-from fivefold.config.tree import (
-    Batch,
-    Config,
-    Experts,
-    LatentAttention,
-    Model,
-    Parallel,
-    Run,
-)
+from fivefold.config.model import Experts, LatentAttention, Model
+from fivefold.config.tree import Batch, Config, Parallel, Run
 from fivefold.nn.decoder import Decoder
 from fivefold.spec.layout import Owned, Split, placements, table
 from fivefold.spec.legal import Resolved, check_layout, check_trainable, resolve_config, units

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from checkpoint_state import checkpointer
 from fivefold.config.huggingface import config_json
-from fivefold.config.tree import Config, Experts, Parallel, Precision
+from fivefold.config.model import Experts
+from fivefold.config.tree import Config, Parallel, Precision
 from fivefold.nn.generate import generate
 from fivefold.nn.hub.weights import open_weights, write_weights
 from fivefold.nn.loss import IGNORED, cross_entropy_sum

@@ -9,7 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from fivefold.collectives.record import Row
-from fivefold.config.tree import Config, Experts
+from fivefold.config.model import Experts
+from fivefold.config.tree import Config
 from fivefold.ledger.total import traffic_of
 from fivefold.planner.jobs import job_of
 from fivefold.spec.legal import resolve_config

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from fivefold.config.tree import Config, Experts
+from fivefold.config.model import Experts
+from fivefold.config.tree import Config
 from fivefold.ledger.total import estimate
 from fivefold.planner.jobs import job_of
 from ranks import Ranks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fivefold.cli.main import main
-from fivefold.config.tree import Experts, Model
+from fivefold.config.model import Experts, Model
 from fivefold.ledger import hardware
 from fivefold.ledger.expert import holders_per_token
 from fivefold.ledger.job import Job

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.record import Recorder
-from fivefold.config.tree import Batch, Config, Model, Optimizer, Parallel, Precision, Run, Schedule
+from fivefold.config.model import Model
+from fivefold.config.tree import Batch, Config, Optimizer, Parallel, Precision, Run, Schedule
 from fivefold.data.rows import Batch as Rows
 from fivefold.nn.attention import Segments
 from fivefold.nn.decoder import Decoder
@@ -33,7 +34,7 @@ from fivefold.proof.gather import wholes
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer import machine
-from fivefold.trainer.agree import Agreement
+from fivefold.trainer.agreement import Agreement
 from fivefold.trainer.batches import held_out_share
 from fivefold.trainer.loss_scale import LossScale
 from fivefold.trainer.optimizer import LocalOptimizer

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import torch
 
-from fivefold.config.tree import Batch, Config, Experts, Machine, Model, Parallel
+from fivefold.config.model import Experts, Model
+from fivefold.config.tree import Batch, Config, Machine, Parallel
 from fivefold.data.rows import Batch as Rows
 from fivefold.spec.legal import check_trainable, resolve_config
 from fivefold.trainer import machine

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fivefold.proof.by_hand import Layout, Verdict, verify
+    from fivefold.proof.verify_module import Layout, Verdict, verify
 
 __all__ = ["Layout", "Verdict", "verify"]
 
-_HOMES = {"Layout": "proof.by_hand", "Verdict": "proof.by_hand", "verify": "proof.by_hand"}
+_HOMES = {"Layout": "proof.verify_module", "Verdict": "proof.verify_module", "verify": "proof.verify_module"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,10 +11,10 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument
-from fivefold.trainer.examine.finding import Finding
-from fivefold.trainer.examine.host import examine_host
-from fivefold.trainer.examine.network import examine_network
-from fivefold.trainer.examine.settings import examine_settings
+from fivefold.trainer.doctor.finding import Finding
+from fivefold.trainer.doctor.host import check_host
+from fivefold.trainer.doctor.network import check_network
+from fivefold.trainer.doctor.settings import check_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,19 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _findings() -> Iterator[Finding]:
-    yield from examine_host(os.environ)
-    yield from examine_network(os.environ)
-    yield from examine_settings(os.environ)
+    yield from check_host(os.environ)
+    yield from check_network(os.environ)
+    yield from check_settings(os.environ)
     if find_spec("torch") is None:
         return
     try:
-        from fivefold.trainer.examine.engine import examine_engine, examine_loopback
+        from fivefold.trainer.doctor.engine import check_engine, check_loopback
     except (ImportError, OSError) as error:  # a library of torch's is missing, or does not fit this system
         mend = 'reinstall it: pip install --force-reinstall "fivefold[train]"'
         yield Finding("Compute", "torch", f"does not load: {error}", "problem", mend)
         return
-    yield from examine_engine()
-    yield examine_loopback()
+    yield from check_engine()
+    yield check_loopback()
 
 
 def _show(console: "Console", findings: Iterator[Finding]) -> bool:

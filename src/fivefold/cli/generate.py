@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     except UnicodeEncodeError:
         raise BadInput("--prompt: not UTF-8; give text, and set a UTF-8 locale if this is text") from None
     require_torch()
-    from fivefold.trainer.writer import write_text
+    from fivefold.trainer.generate import write_text
 
     text = write_text(
         path,

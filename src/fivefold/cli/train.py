@@ -61,15 +61,16 @@ def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
             return _start(arguments, resolved.mesh.world_size, directory)
     if arguments.account:
         return _account(resolved, place)
-    from fivefold.trainer.work import work
 
-    done = work(resolved, place, arguments.resume)
+    from fivefold.trainer.worker import run_worker
+
+    done = run_worker(resolved, place, arguments.resume)
     return 0 if done or place else 1  # a rank that stopped as asked has not failed: its launcher tells
 
 
 def _account(resolved: Resolved, place: "Place | None") -> int:
-    from fivefold.proof.run import account_of
-    from fivefold.trainer.work import first_steps
+    from fivefold.proof.run_account import account_of
+    from fivefold.trainer.worker import first_steps
 
     found = first_steps(resolved, place, account_of)
     if found is None:  # rank 0 tells

@@ -22,7 +22,7 @@ TURN_SECONDS = 0.004  # of one algorithm in one turn
 MOST_CALLS = 200
 SLOW_SECONDS = 0.03
 SLOW_TURNS = 3
-"""A call of SLOW_SECONDS drowns what disturbs a machine for a moment: a few turns of such calls are enough."""
+"""Calls of at least SLOW_SECONDS average out short disturbances of the machine, so a few turns are enough."""
 _OWN: dict[Operation, dist.ReduceOp.RedOpType] = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
@@ -34,7 +34,7 @@ _REDUCING = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is timed.
+    """A collective to be timed.
 
     Attributes:
         algorithm: the name of a backend (its own algorithm) or of a program, run over `transport`.

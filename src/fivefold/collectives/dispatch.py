@@ -1,6 +1,7 @@
-"""Recording by a dispatch mode, for backends that stay unwrapped: NCCL coalesces what a wrapping group would split.
+"""Records collectives by a dispatch mode, for backends that are not wrapped: a wrapping group would split what NCCL
+coalesces.
 
-It costs some microseconds on every tensor operation, so one profiled step is recorded this way, not all.
+It costs some microseconds per tensor operation, so only the profiled step is recorded this way.
 """
 
 from collections.abc import Callable, Sequence

@@ -43,12 +43,12 @@ class _Round:
 
 
 class Execution:
-    """A program made ready for one rank of a group; its collectives may run any number of times.
+    """A program prepared for one rank of a group; its collective may run any number of times.
 
-    Every rank of the group makes one from an equal program and calls the same method; the methods return when
-    this rank's part is done. Tensors are contiguous, of equal length and type on all ranks; any length will do,
-    none included: chunks are as equal as possible. Sums are carried in the tensor's own type, in an order fixed
-    by the program, so results are the same bits in every run and, after an all-reduce, on every rank.
+    Every rank makes one from an equal program and calls the same method, which returns when this rank's part is done.
+    Tensors are contiguous, of equal length and dtype on all ranks; any length is allowed, also 0, and chunks are as
+    equal as possible. Sums use the tensor's own dtype in an order fixed by the program, so results have the same bits
+    in every run and, after an all-reduce, on every rank.
     """
 
     def __init__(self, program: Program, group: dist.ProcessGroup | None = None) -> None:
@@ -115,7 +115,7 @@ class Execution:
         for round_ in self._rounds:
             started, landed = [], []
             sent = {chunk for message in round_.sends for chunk in message.chunks}
-            # Receives first: gloo asks before it sends, and an exchange begun by two senders goes one way at a time.
+            # Receives first: if both ends start with a send, gloo uses one direction of the link at a time.
             for message in round_.receives:
                 parts = [chunks[chunk] for chunk in message.chunks]
                 direct = not any(message.reduce) and sent.isdisjoint(message.chunks) and _adjacent(parts)

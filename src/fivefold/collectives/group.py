@@ -1,8 +1,8 @@
-"""A process group for CPU that runs on gloo and records what passes through it.
+"""A process group for CPUs that runs on gloo or shared memory and records every collective.
 
-torch's own ways of watching collectives are blind to some callers or tax every tensor operation; a process
-group sees every call of every caller (DDP's reducer, FSDP2, DTensor, functional collectives, pipelining,
-checkpoints), with its tensors and its axis. It is also the one place that can say in plain words what broke.
+torch's own ways of observing collectives miss some callers or slow down every tensor operation. A process group sees
+every call of every caller (DDP's reducer, FSDP2, DTensor, functional collectives, pipelining, checkpoints), with its
+tensors and its axis. It can also name rank, axis and collective when one fails.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,10 +29,10 @@ _NO_KEYWORDS: Mapping[str, Any] = {}
 def register(recorder: Recorder, timeout: timedelta, shared: SharedMemory | None = None) -> str:
     """Makes the backend known to torch; returns its name for `dist.init_process_group`.
 
-    With `shared`, ranks of one host communicate through memory, else all through gloo.
+    With `shared`, ranks of one host communicate through shared memory, otherwise all through gloo.
 
-    Every group made under that name records into `recorder` and gives up on a collective after `timeout`,
-    whatever is passed to the group itself: torch gives the groups of a mesh its own default of 30 minutes.
+    Every group made under that name records into `recorder` and has `timeout`, whatever timeout is passed for the
+    group: torch would give the groups of a mesh its default of 30 minutes.
 
     Registering again (a second run in one process) replaces the registration: groups made from then on record
     into the new recorder, groups that exist keep theirs.
@@ -74,13 +74,13 @@ def _recorded(
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """Gloo, recorded: each method counts its call and hands it to gloo unchanged.
+    """Each method counts its call and passes it to the transport (gloo or shared memory) unchanged.
 
-    A group of one rank is not counted, since nothing passes between ranks. A coalesced call counts once.
-    `axis` is the group's place in the ledger, taken from its description: "mesh_tp" (what DeviceMesh gives) →
-    "tp", the default group → "world", all that begins with "checkpoint" → "checkpoint", any other as it is.
+    Groups of one rank are not counted. A coalesced call counts once. `axis`, under which the group is recorded, comes
+    from its description: "mesh_tp" (as DeviceMesh sets it) → "tp", the default group → "world", everything that
+    begins with "checkpoint" → "checkpoint", others unchanged.
 
-    The arguments are torch's; what the count does not need is passed on unseen, so every overload works.
+    Arguments that are not needed for counting are passed on as they are, so every overload works.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class RecordingGroup(dist.ProcessGroup):
             raise RuntimeError(f"the {BACKEND} backend serves cpu only, not {device.type}")
         return self._transport
 
-    # Gloo cannot abort: it lets go when it is deleted, after the collectives under way. Deleting it here, not
-    # when the interpreter ends, is what keeps the end of a process clean.
+    # Gloo cannot abort: it ends when it is deleted, after the collectives in progress. Deleting it here rather than
+    # when the interpreter exits keeps the exit of a process clean.
 
     def shutdown(self) -> None:
         if isinstance(self._transport, SharedGroup):

@@ -1,4 +1,4 @@
-"""The ledger as measured: how often each collective ran, and how many bytes it carried.
+"""The measured ledger: how often each collective ran, and how many bytes it carried.
 
 Bytes follow the design's ledger conventions: all_reduce, broadcast and reduce = the tensor; all_gather = the
 output; reduce_scatter and all_to_all = the input (own part and padding included); gather and scatter = the
@@ -26,8 +26,8 @@ Primitive = Literal[
     "barrier",
 ]
 
-# During backward, a reduction over one of these axes is of gradients, whoever starts it (torch's DDP and FSDP2 do not
-# say so). All else (gathered parameters) stays "backward", unless its caller names the phase.
+# In backward, a reduction over one of these axes is one of gradients, also if torch's DDP or FSDP2 starts it, which do
+# not set a phase. Everything else (gathered parameters) stays "backward", unless the caller sets another phase.
 _GRADIENT_AXES = frozenset({"dp_replicate", "dp_shard", "dp_shard_cp", "embedding"})
 _REDUCTIONS = frozenset({"reduce_scatter", "all_reduce"})
 _MESSAGES = frozenset({"send", "recv"})
@@ -45,9 +45,9 @@ class Row:
 
 
 class Call(NamedTuple):
-    """One call in a group. `number` runs from 1 over the group's collectives, and apart over its messages (send and
-    recv): so a collective has the same number on every rank. `peer` is the other end of a message, as a rank
-    within the group, if it is known. `since` is a time on this process's monotonic clock, in seconds.
+    """One call in a group. `number` counts the group's collectives from 1, and separately its messages (send and
+    recv), so that a collective has the same number on every rank. `peer` is the other end of a message, as a rank
+    within the group, if known. `since` is a time on this process's monotonic clock, in seconds.
     """
 
     primitive: Primitive
@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 
 class Progress:
-    """How far this rank has come in one group: the call entered last, and the call it waits in, if any."""
+    """This rank's progress in one group: the call entered last, and the call it is waiting in, if any."""
 
     def __init__(self, rank: int, ranks: list[int]) -> None:
         self.rank = rank  # within the group
@@ -71,7 +71,7 @@ class Progress:
         self.waiting_since = 0.0
 
     def enter(self, primitive: Primitive, peer: int | None) -> Call:
-        """Notes that this rank begins a call."""
+        """Records that this rank enters a call."""
         if primitive in _MESSAGES:
             self.messages = number = self.messages + 1
         else:
@@ -81,17 +81,17 @@ class Progress:
 
 
 class Timeline:
-    """When each axis had something under way on this rank."""
+    """The time intervals in which a collective of each axis was running on this rank."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[str, float, float]] = []
 
     def add(self, axis: str, start: float, stop: float) -> None:
-        """From any thread; times on the monotonic clock."""
+        """Adds an interval, from any thread; times are on the monotonic clock."""
         self._spans.append((axis, start, stop))
 
     def seconds_by_axis(self) -> dict[str, float]:
-        """Seconds in which at least one call of an axis was under way."""
+        """Seconds in which at least one call of an axis was running."""
         found: dict[str, float] = {}
         ends: dict[str, float] = {}
         for axis, start, stop in sorted(self._spans, key=lambda span: span[1]):
@@ -104,12 +104,12 @@ class Timeline:
 class Recorder:
     """Counts the collectives of one rank.
 
-    `current_phase` is a plain attribute, not a thread's own: on a GPU, backward runs in another thread. The
-    axes in `excluded` are never counted. Counted or not, a call leaves its trace in `groups` (the groups alive)
-    and in `last` (axis, primitive, number): what a rank was in when something broke.
+    `current_phase` is a plain attribute, not thread-local: on a GPU backward runs in another thread. The axes in
+    `excluded` are never counted. Counted or not, every call is noted in `groups` (the existing groups) and in `last`
+    (axis, primitive, number), which tell what a rank was doing when something failed.
 
-    What a call takes of the caller's time is *exposed*: compute does not hide it. While `timeline` is one, it is told
-    when calls are under way, too.
+    The time that a call blocks its caller is *exposed*: compute does not hide it. If `timeline` is set, the intervals
+    in which calls are running are added to it.
     """
 
     def __init__(self, excluded: Collection[str] = ("checkpoint",)) -> None:
@@ -137,7 +137,7 @@ class Recorder:
         cell[1] += size
 
     def expose(self, axis: str, start: float) -> None:
-        """The caller was kept from `start` (on the monotonic clock) until now."""
+        """Counts the time from `start` (on the monotonic clock) until now as exposed."""
         if self._pauses or axis in self.excluded:
             return
         now = time.monotonic()
@@ -151,8 +151,7 @@ class Recorder:
         return self.timeline is not None and not self._pauses
 
     def exposed_by_axis(self) -> dict[str, float]:
-        """Seconds since the last `clear` that calls have kept this rank from computing, by axis: for data on their way,
-        and for ranks that came later."""
+        """Exposed seconds since the last `clear`, by axis: waiting for data in transit and for slower ranks."""
         return dict(self._exposed)
 
     @property

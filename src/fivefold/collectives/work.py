@@ -1,4 +1,4 @@
-"""Works of gloo that say, when they fail, what failed."""
+"""Recorded work handles, whose errors name rank, collective and axis."""
 
 import re
 import time
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fivefold.collectives.record import Call, Progress, Recorder, Timeline
 
-_NO_TIMEOUT = timedelta(0)  # torch's way of saying so
+_NO_TIMEOUT = timedelta(0)  # torch's value for "no timeout"
 _AS_IT_IS = nullcontext()
 
 
@@ -24,7 +24,7 @@ class CollectiveError(RuntimeError):
 
 
 def failure(progress: Progress, call: Call, error: RuntimeError) -> CollectiveError:
-    """The one line for gloo's `error` in that call."""
+    """The one-line error for a transport's `error` in a call."""
     me = progress.rank
     peers = [rank for i, rank in enumerate(progress.ranks) if i != me and call.peer in (None, i)]
     others = f"with rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}" if peers else "alone"
@@ -35,13 +35,13 @@ def failure(progress: Progress, call: Call, error: RuntimeError) -> CollectiveEr
 
 
 def outside_modes() -> AbstractContextManager[object]:
-    """Outside whatever dispatch mode the caller is under (selective recomputation is one): what a transport made of
-    torch operations does is not its business."""
+    """Disables the caller's dispatch modes (such as selective recomputation's), which must not see the tensor
+    operations of a transport."""
     return _disable_current_modes() if _len_torch_dispatch_stack() else _AS_IT_IS
 
 
 class RecordedWork(Work):
-    """Gloo's work, whose wait() raises CollectiveError and is exposed time."""
+    """A work whose wait() raises CollectiveError and counts as exposed time."""
 
     def __init__(self, work: Work, progress: Progress, call: Call, recorder: Recorder) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ class RecordedWork(Work):
 
 
 def _tell_end(work: Work, timeline: Timeline, axis: str, since: float) -> None:
-    """Tells when a work has ended, however long nobody waits for it. Gloo's messages have no future: of these only what
-    is waited for is seen."""
+    """Adds a work's interval to the timeline when it ends, even if nobody waits for it. Gloo's messages have no
+    future: of these only the waiting is seen."""
     with suppress(RuntimeError):
         work.get_future().add_done_callback(lambda _: timeline.add(axis, since, time.monotonic()))
 
@@ -123,7 +123,7 @@ class _AllOf(Work):
 def one_by_one(
     start: Callable[..., Work], outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any
 ) -> Work:
-    """The work of `start` on each pair, for what gloo cannot take as a list."""
+    """Applies `start` to each pair, for collectives that gloo does not offer for lists."""
     works = [start(o, i, *args, **kwargs) for o, i in zip(outputs, inputs, strict=True)]
     return works[0] if len(works) == 1 else _AllOf(works)
 

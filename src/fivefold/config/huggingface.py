@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from fivefold.config.errors import ConfigError, did_you_mean
 from fivefold.config.families import FAMILIES, REQUIRED, Family, Key, Table
-from fivefold.config.tree import Experts, Model
+from fivefold.config.model import Experts, Model
 
 CONFIG_JSON = "config.json"
 _ROPE_SCALING = {

@@ -1,143 +1,21 @@
-"""The one description of a run: every section, every key, its type, its legal values and its help text.
+"""The one description of a run: every section (the model's: model.py), every key, its type, legal values and help text.
 
 Help on the command line, `fivefold config explain KEY` and docs/reference.md are all printed from here.
 """
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
-from msgspec.structs import force_setattr
+from msgspec import Meta
 
-Role = Literal["embedding", "norm", "bias", "attention", "ffn", "expert", "router", "head"]
-"""What a parameter does in the model (see `spec.parameters`)."""
+from fivefold.config.model import Model, Role
+from fivefold.config.section import Section
 
 Ranks = Annotated[int, Meta(le=1 << 20)]
 Decay = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
-class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections: immutable, keys by name only, unknown keys refused."""
-
-
-class RopeScaling(Section, frozen=True):
-    """Stretching of rotary frequencies for contexts longer than the model was first trained on (Llama 3)."""
-
-    factor: Annotated[float, Meta(ge=1.0, description="How much longer low frequencies are stretched.")] = 8.0
-    low_freq_factor: Annotated[
-        float, Meta(gt=0.0, description="Wavelengths above original_context / this are stretched fully.")
-    ] = 1.0
-    high_freq_factor: Annotated[
-        float, Meta(gt=0.0, description="Wavelengths below original_context / this are left alone.")
-    ] = 4.0
-    original_context: Annotated[
-        int, Meta(ge=1, description="Sequence length the model was first trained on, in tokens.")
-    ] = 8192
-
-
-class Experts(Section, frozen=True):
-    """Mixture of experts. `count = 0` is a dense model."""
-
-    count: Annotated[int, Meta(ge=0, le=65536, description="Routed experts per layer; 0 = dense.")] = 0
-    top_k: Annotated[int, Meta(ge=1, description="Experts each token is sent to.")] = 2
-    ffn: Annotated[int, Meta(ge=0, description="Feed-forward width of one routed expert.")] = 0
-    shared_ffn: Annotated[
-        int, Meta(ge=0, description="Total feed-forward width of the shared experts; 0 = none.")
-    ] = 0
-    shared_gate: Annotated[bool, Meta(description="A sigmoid gate scales the shared experts' output.")] = (
-        False
-    )
-    dense_layers: Annotated[
-        int, Meta(ge=0, description="First layers that keep a dense feed-forward (DeepSeek).")
-    ] = 0
-    router: Annotated[
-        Literal["softmax", "sigmoid"], Meta(description="How router scores become probabilities.")
-    ] = "softmax"
-    router_bias: Annotated[
-        bool,
-        Meta(description="Selection bias per expert, balanced without a loss (not a trained parameter)."),
-    ] = False
-    normalize_top_k: Annotated[
-        bool, Meta(description="Probabilities of the chosen experts are renormalised to sum to one.")
-    ] = True
-    scale: Annotated[float, Meta(gt=0.0, description="Factor on the routed experts' output.")] = 1.0
-    groups: Annotated[int, Meta(ge=1, description="Expert groups for device-limited routing (DeepSeek).")] = 1
-    top_groups: Annotated[int, Meta(ge=1, description="Groups a token may choose experts from.")] = 1
-    auxiliary_loss: Annotated[
-        float, Meta(ge=0.0, description="Coefficient of the load-balancing loss, per sequence.")
-    ] = 0.0
-    bias_update_rate: Annotated[
-        float, Meta(ge=0.0, description="Step of the selection bias per optimizer step.")
-    ] = 0.0
-
-
-class LatentAttention(Section, frozen=True):
-    """DeepSeek's multi-head latent attention. `kv_rank = 0` is ordinary attention."""
-
-    q_rank: Annotated[int, Meta(ge=0, description="Rank of the query compression; 0 = none.")] = 0
-    kv_rank: Annotated[int, Meta(ge=0, description="Rank of the key/value compression; 0 = not latent.")] = 0
-    nope_dim: Annotated[int, Meta(ge=0, description="Head width without rotary positions.")] = 0
-    rope_dim: Annotated[int, Meta(ge=0, description="Head width with rotary positions.")] = 0
-    value_dim: Annotated[int, Meta(ge=0, description="Head width of the values.")] = 0
-
-
-class Model(Section, frozen=True):
-    """The decoder. A preset or a Hugging Face model gives the sizes; single keys override them."""
-
-    preset: Annotated[str, Meta(description="Name of a model preset (`fivefold config presets`).")] = ""
-    path: Annotated[
-        str,
-        Meta(
-            description="A Hugging Face model directory, whose weights training starts from, or a config.json: "
-            "its sizes only."
-        ),
-    ] = ""
-    layers: Annotated[int, Meta(ge=1, le=10000, description="Decoder layers.")] = 4
-    hidden: Annotated[int, Meta(ge=1, description="Width of the residual stream.")] = 256
-    heads: Annotated[int, Meta(ge=1, le=65536, description="Query heads.")] = 8
-    kv_heads: Annotated[int, Meta(ge=0, description="Key/value heads; 0 = as many as query heads.")] = 0
-    head_dim: Annotated[int, Meta(ge=0, description="Width of a head; 0 = hidden / heads.")] = 0
-    ffn: Annotated[int, Meta(ge=0, description="Feed-forward width of a dense layer.")] = 688
-    vocab: Annotated[int, Meta(ge=2, description="Vocabulary size, never padded outside the run.")] = 4096
-    max_positions: Annotated[
-        int, Meta(ge=1, description="Longest sequence; rows of a learned position table.")
-    ] = 131072
-    tied: Annotated[bool, Meta(description="The output head is the embedding table.")] = False
-    activation: Annotated[
-        Literal["swiglu", "gelu", "gelu_tanh"], Meta(description="Feed-forward nonlinearity.")
-    ] = "swiglu"
-    norm: Annotated[Literal["rmsnorm", "layernorm"], Meta(description="Normalisation.")] = "rmsnorm"
-    norm_eps: Annotated[float, Meta(gt=0.0, description="Added to the variance in every norm.")] = 1e-5
-    qkv_bias: Annotated[bool, Meta(description="Biases on the query, key and value projections.")] = False
-    output_bias: Annotated[
-        bool, Meta(description="Biases on the attention output and feed-forward projections.")
-    ] = False
-    qk_norm: Annotated[bool, Meta(description="RMSNorm on each head's queries and keys (Qwen3).")] = False
-    embedding_norm: Annotated[bool, Meta(description="A norm right after the embedding (BLOOM).")] = False
-    positions: Annotated[Literal["rotary", "learned", "alibi"], Meta(description="How positions enter.")] = (
-        "rotary"
-    )
-    rope_theta: Annotated[float, Meta(gt=0.0, description="Base of the rotary frequencies.")] = 10000.0
-    rope_scaling: Annotated[
-        RopeScaling | None, Meta(description="Llama-3 frequency scaling; absent = none.")
-    ] = None
-    experts: Annotated[Experts, Meta(description="Mixture of experts.")] = Experts()
-    latent: Annotated[LatentAttention, Meta(description="Latent attention.")] = LatentAttention()
-    dropout: Annotated[
-        float, Meta(ge=0.0, lt=1.0, description="On embedding and residual branches, never on attention.")
-    ] = 0.0
-    init_std: Annotated[
-        float, Meta(gt=0.0, description="Standard deviation of initial weights (GPT-2, Llama: 0.02).")
-    ] = 0.02
-
-    def __post_init__(self) -> None:
-        if self.kv_heads == 0:
-            force_setattr(self, "kv_heads", self.heads)
-        if self.head_dim == 0:
-            force_setattr(self, "head_dim", self.hidden // self.heads)
-
-
 class Cluster(Section, frozen=True):
-    """What the run is planned for. Training itself does not read it."""
+    """The cluster to plan for. Training itself does not read it."""
 
     preset: Annotated[str, Meta(description='Nodes, GPUs a node and kind, e.g. "16x8 h100".')] = ""
     path: Annotated[str, Meta(description="A cluster file, e.g. one written by calibration.")] = ""
@@ -188,23 +66,23 @@ class Parallel(Section, frozen=True):
     algorithm: Annotated[
         Literal["backend", "ring", "halving-doubling", "recursive-doubling", "double-tree", "hierarchical"],
         Meta(
-            description="What sums gradients over the data axes and, with zero > 0, gathers parameters: the backend's "
-            "own collectives, or a program run over its messages while compute waits."
+            description="Collective algorithm of data parallel (gradient sums; with zero > 0 parameter gathers too): "
+            "the backend's own, or a program of point-to-point messages, for which compute waits."
         ),
     ] = "backend"
     compression: Annotated[
         Literal["none", "bf16", "fp16", "int8", "topk", "threshold", "powersgd"],
         Meta(
-            description="How gradients are summed over replicas; what is not sent is kept and added to the next "
-            "gradient."
+            description="Compression of gradient sums over replicas, with error feedback: what is not sent is added "
+            "to the next gradient."
         ),
     ] = "none"
     compression_density: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="topk: part of a bucket's elements that a rank sends.")
+        float, Meta(gt=0.0, le=1.0, description="topk: fraction of a bucket's elements that a rank sends.")
     ] = 0.01
     compression_threshold: Annotated[
         float,
-        Meta(gt=0.0, description="threshold: how many root mean squares an element must reach to be sent."),
+        Meta(gt=0.0, description="threshold: elements of at least so many root mean squares are sent."),
     ] = 3.0
     compression_rank: Annotated[
         int, Meta(ge=1, description="powersgd: columns of the two factors a gradient matrix is sent as.")
@@ -214,10 +92,12 @@ class Parallel(Section, frozen=True):
 class BatchRamp(Section, frozen=True):
     """A global batch that grows at the beginning, by equal increments after equal numbers of tokens."""
 
-    start: Annotated[int, Meta(ge=0, description="Sequences of the first steps; 0 = no ramp.")] = 0
-    increment: Annotated[int, Meta(ge=0, description="Sequences by which the batch grows at a time.")] = 0
+    start: Annotated[
+        int, Meta(ge=0, description="Global batch of the first steps, in sequences; 0 = no ramp.")
+    ] = 0
+    increment: Annotated[int, Meta(ge=0, description="Sequences added each time.")] = 0
     tokens: Annotated[
-        int, Meta(ge=0, description="Tokens consumed when the batch has grown to the global batch.")
+        int, Meta(ge=0, description="Tokens consumed until the batch reaches the global batch.")
     ] = 0
 
 
@@ -241,10 +121,11 @@ class Batch(Section, frozen=True):
 
 
 class Precision(Section, frozen=True):
-    """Numbers the model computes in. Master weights and reductions are float32 (float64 under float64)."""
+    """Precision of the computation. Master weights and reductions are float32 (float64 under float64)."""
 
     dtype: Annotated[
-        Literal["float64", "float32", "bf16", "fp16"], Meta(description="Compute type of the forward pass.")
+        Literal["float64", "float32", "bf16", "fp16"],
+        Meta(description="Compute dtype of forward and backward."),
     ] = "float32"
     max_skips: Annotated[
         int,
@@ -267,8 +148,8 @@ class Optimizer(Section, frozen=True):
     name: Annotated[
         Literal["adamw", "sgd", "muon"],
         Meta(
-            description="AdamW (fused), SGD with momentum, or Muon: the layers' matrices by Muon, each orthogonalised "
-            "whole whatever divides it, the rest by AdamW, with one learning rate."
+            description="AdamW (fused), SGD with momentum, or Muon: the layers' matrices by Muon (each as a whole, "
+            "however it is sharded), the rest by AdamW, with one learning rate."
         ),
     ] = "adamw"
     lr: Annotated[float, Meta(gt=0.0, description="Peak learning rate at the reference batch.")] = 3e-4
@@ -284,12 +165,12 @@ class Optimizer(Section, frozen=True):
     momentum: Annotated[
         float, Meta(ge=0.0, lt=1.0, description="SGD's and Muon's momentum (Muon's usual: 0.95).")
     ] = 0.9
-    weight_decay: Annotated[float, Meta(ge=0.0, description="Decoupled decay of decayed parameters.")] = 0.1
+    weight_decay: Annotated[float, Meta(ge=0.0, description="Decoupled weight decay.")] = 0.1
     no_decay: Annotated[
         tuple[Role, ...], Meta(description="Roles of parameters without decay (see `spec.parameters`).")
     ] = ("norm", "bias", "embedding")
     clip: Annotated[
-        float, Meta(ge=0.0, description="Largest norm of the whole gradient; 0 = no clipping.")
+        float, Meta(ge=0.0, description="Largest norm of the whole gradient (clipping); 0 = no clipping.")
     ] = 1.0
 
 
@@ -306,10 +187,10 @@ class Schedule(Section, frozen=True):
         Meta(ge=0, description="Linear warmup, in steps at the reference batch B_ref: steps·B_ref/B here."),
     ] = 0
     decay_fraction: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="wsd: last part of the run in which lr falls.")
+        float, Meta(gt=0.0, le=1.0, description="wsd: fraction of the run, at its end, in which lr decays.")
     ] = 0.2
     min_lr_fraction: Annotated[
-        float, Meta(ge=0.0, le=1.0, description="Final learning rate as a part of the peak.")
+        float, Meta(ge=0.0, le=1.0, description="Final learning rate as a fraction of the peak.")
     ] = 0.1
 
 
@@ -359,14 +240,14 @@ class Data(Section, frozen=True):
     ] = ""
     cache_dir: Annotated[
         str,
-        Meta(min_length=1, description="Where tokenizers and token shards are kept; shared by all ranks."),
+        Meta(min_length=1, description="Directory of tokenizers and token shards, shared by all ranks."),
     ] = "runs/data"
     document_mask: Annotated[
         bool,
-        Meta(description="Packed documents do not attend, and nothing is predicted, across their boundary."),
+        Meta(description="Attention and predictions do not cross the boundaries of packed documents."),
     ] = True
     validation_fraction: Annotated[
-        float, Meta(ge=0.0, lt=1.0, description="Part of the samples held out for evaluation.")
+        float, Meta(ge=0.0, lt=1.0, description="Fraction of the samples held out for evaluation.")
     ] = 0.01
 
 
@@ -423,7 +304,7 @@ class Log(Section, frozen=True):
 
 
 class Machine(Section, frozen=True):
-    """How the machine is used; what is measured, on rank 0 at the first start, is kept here and re-used on resume."""
+    """Machine settings. Those measured (rank 0, first start) are written into the run's config and reused."""
 
     matmul: Annotated[
         Literal["measure", "highest", "high", "medium"],
@@ -444,7 +325,7 @@ class Machine(Section, frozen=True):
         bool, Meta(description="On NVIDIA GPUs cuDNN times its algorithms at the first call of each shape.")
     ] = False
     peak_flops: Annotated[
-        float, Meta(ge=0.0, description="FLOP/s of one rank that MFU is stated against; 0 = measure.")
+        float, Meta(ge=0.0, description="Peak FLOP/s of one rank, the denominator of MFU; 0 = measure.")
     ] = 0.0
 
 

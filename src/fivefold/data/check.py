@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with the data before any process starts, without reading it."""
+"""Checks of the data before any process starts, without reading all of it."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a step trains on: samples of one source, or of several by weight, in an order no layout can change."""
+"""What a step trains on: samples of one source, or of several by weight, in an order independent of the layout."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: which source of a mixture each consumed sample comes from.
+"""Interleaving: which source of a mixture each consumed sample comes from.
 
 After i samples a source of weight w among weights of sum W has given ⌊(w·i + r) / W⌋ of them (r, from the
 seed, shifts its turns: 0 ≤ r < W): never one sample from its exact share. Where there are more than two, the

@@ -34,7 +34,7 @@ def kept(job: Job, expert: bool) -> Kept:
     core = layer(job, expert).core
     split = job.sequence_split
     streams = rows * model.hidden / split  # elements of the residual stream
-    fused = not _eager(job) or job.stack.by_hand
+    fused = not _eager(job) or job.stack.manual_backward
     norms = 2 * (streams * (_norm_copies(job, model.norm) + item) + rows / split * _norm_statistics(job))
     if job.stack.keep_gathered:
         norms += 2 * rows * model.hidden * item * (1 - 1 / split)
@@ -52,7 +52,7 @@ def kept(job: Job, expert: bool) -> Kept:
 def _norm_copies(job: Job, norm: str) -> int:
     """Bytes a norm keeps per element of its input: the input itself; an eager RMSNorm two copies, in float32 at
     least."""
-    if not _eager(job) or job.stack.by_hand or norm == "layernorm":
+    if not _eager(job) or job.stack.manual_backward or norm == "layernorm":
         return job.itemsize
     return 2 * max(4, job.itemsize)
 
@@ -75,9 +75,8 @@ def _projections(job: Job, core: Core) -> float:
         found += rows * item * 2 * (latent.kv_rank + latent.q_rank)  # compressed, and normalised
     if _is_laid_anew(job):
         found += rows * item * values
-    if (
-        _eager(job) and not job.stack.by_hand and job.model.positions == "rotary"
-    ):  # tables cast for queries and for keys
+    if _eager(job) and not job.stack.manual_backward and job.model.positions == "rotary":
+        # cosine and sine tables cast for queries and for keys
         found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
     if job.model.qk_norm:
         heads = rows * (core.heads + core.kv_heads)
@@ -142,7 +141,7 @@ def _feed_forward(job: Job, expert: bool, fused: bool) -> float:
 def _piecewise(job: Job) -> bool:
     """Whether routed experts are nn/expert_swiglu.py: it keeps the products of gate and up, and takes rows as they
     arrive."""
-    return _eager(job) and job.stack.by_hand
+    return _eager(job) and job.stack.manual_backward
 
 
 def _routing(job: Job) -> float:
@@ -269,7 +268,11 @@ def head_input(job: Job) -> float:
 def rotary_tables(job: Job) -> float:
     """Cosines and sines of a micro-batch's positions in float64, which all layers share; see `_projections` for those
     that each layer casts. What is recomputed as a whole keeps none."""
-    if not job.stack.by_hand or job.model.positions != "rotary" or job.recompute in ("elementwise", "full"):
+    if (
+        not job.stack.manual_backward
+        or job.model.positions != "rotary"
+        or job.recompute in ("elementwise", "full")
+    ):
         return 0.0
     core = layer(job, bool(job.model.experts.count)).core
     return 2.0 * 8 * core.queries * (core.qk_dim // 2)

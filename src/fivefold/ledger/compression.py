@@ -6,7 +6,8 @@ from functools import lru_cache
 from math import prod
 from typing import Literal
 
-from fivefold.config.tree import Config, Model, Parallel
+from fivefold.config.model import Model
+from fivefold.config.tree import Config, Parallel
 from fivefold.ledger.network import Primitive
 from fivefold.spec.parameters import parameters
 

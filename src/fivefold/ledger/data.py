@@ -1,10 +1,9 @@
 """Data parallel and ZeRO: states of one rank, and what it reduces and gathers. Twin of parallel/data.py.
 
-zero 1 splits optimizer state over dp_shard × cp, 2 gradients too, 3 parameters too (Rajbhandari 2020). What
-the runtime does is what is counted: under a pipeline gradients stay whole until the end of the step, and
-zero 3 gathers its parameters once a step; without one, zero 2 and 3 reduce-scatter every micro-batch and
-zero 3 gathers before every forward and every backward. Experts split over the ranks that hold the same
-experts.
+ZeRO 1 shards optimizer state over dp_shard × cp, 2 gradients too, 3 parameters too (Rajbhandari 2020). Counted is
+what the runtime does: under a pipeline gradients stay unsharded until the end of the step, and ZeRO 3 gathers its
+parameters once per step; without one, ZeRO 2 and 3 reduce-scatter in every micro-batch, and ZeRO 3 gathers before
+every forward and every backward. Experts are sharded over the ranks that hold the same experts.
 """
 
 from collections.abc import Sequence
@@ -34,15 +33,9 @@ def shard_degrees(job: Job) -> tuple[int, int]:
     return dense, max(1, dense * job.tp // (job.ep * job.expert_width_split))
 
 
-def replica_degrees(job: Job) -> tuple[int, int]:
-    """Ranks whose gradients of dense, and of expert, parameters are summed."""
-    dense, expert = shard_degrees(job)
-    return dense * job.dp_replicate, expert * job.dp_replicate
-
-
 def states(job: Job, share: Share, whole: Share) -> States:
-    """Bytes of parameters, gradients and optimizer state, each part split as zero says; `whole` is the share before any
-    of it is filled up to be split."""
+    """Bytes of parameters, gradients and optimizer state, sharded by the ZeRO stage; `whole` is the share without the
+    padding that sharding needs."""
     dense, expert = shard_degrees(job)
     parts = (
         _part_states(job, share.dense, whole.dense, dense, share.matrices),
@@ -52,7 +45,7 @@ def states(job: Job, share: Share, whole: Share) -> States:
 
 
 class Rates(NamedTuple):
-    """Bytes an element of each state: of those that a rank owns after the split, and of those that stay whole."""
+    """Bytes per element of each state: (of the elements of a rank's shard, of all unsharded elements)."""
 
     parameters: tuple[int, int]
     gradients: tuple[int, int]
@@ -60,8 +53,8 @@ class Rates(NamedTuple):
 
 
 def rates(job: Job, degree: int) -> Rates:
-    """Of elements split over `degree` ranks. Experts may be dealt over all of them: then `degree` is 1, and our trainer
-    keeps no shard apart from what is read."""
+    """The rates of elements sharded over `degree` ranks. Degree 1 (experts that expert parallel distributes over all
+    ranks): our trainer then keeps no shard apart from the parameter."""
     stack = job.stack
     is_split = degree > 1 or not stack.shard_apart
     compute_copy = stack.compute_copy
@@ -87,8 +80,8 @@ def rates(job: Job, degree: int) -> Rates:
 
 
 def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int) -> States:
-    """States of so many elements over `degree` ranks, of which `matrices` are Muon's where it runs; gradients that stay
-    whole are not filled up."""
+    """States of `padded` elements over `degree` ranks, `matrices` of them updated by Muon; unsharded gradients have the
+    `whole` elements, without padding."""
     of, own = rates(job, degree), -(-padded // degree)
     spared = job.stack.spared_moments * (-(-matrices // degree) if job.zero >= 1 else matrices)
     return States(
@@ -99,8 +92,8 @@ def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int) 
 
 
 class Groups(NamedTuple):
-    """What a rank communicates as one piece each, dense parameters and experts apart, as (elements, how many such):
-    its layers, and the rest (embedding, norm, head) together. Elements are those of all shards."""
+    """The buckets of a rank as (elements of all shards, number of such buckets): dense layers, the rest (embedding,
+    norm, head) in one bucket, and experts."""
 
     dense_layers: tuple[tuple[int, int], ...]
     rest: int
@@ -127,10 +120,10 @@ def _elements(buckets: Sequence[tuple[int, int]]) -> int:
 
 
 def rows(job: Job, groups: Groups, place: int = 0) -> list[Row]:
-    """One step's gradient and parameter traffic of a rank; exact for what parallel/data.py does (a test).
+    """One step's gradient and parameter traffic of a rank; exactly what parallel/data.py does (tested).
 
-    zero 3 keeps the last group's parameters between forward and backward, so backward gathers layers only. The
-    sum over the replicas of a shard waits for the last micro-batch.
+    ZeRO 3 keeps the root bucket's parameters between forward and backward, so backward gathers layers only. The
+    all-reduce over the replicas of a shard runs once, after the last micro-batch.
 
     Args:
         place: the rank among those of the data and context axes. With a program, ranks send different amounts.

@@ -7,7 +7,7 @@ scores (5 matmuls against 4). Attention is counted causally (s(s+1)/2 pairs) or 
 
 from typing import Literal, NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.job import Job
 from fivefold.spec.stages import layer_costs
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.compression import Compression
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.physics import Physics
@@ -22,45 +22,43 @@ class Stack:
     Attributes:
         attention: scores in memory; FlashAttention-2; the vendor's newest kernel (cuDNN, FA3); or blocks of
             queries that keep their probabilities (nn/causal_attention.py, CPUs).
-        fused: norms and activations are one kernel each and keep only their inputs.
-        by_hand: eager, but norms, SwiGLU and rotary keep only their inputs (nn/by_hand.py).
+        fused: norms and activations are one kernel each and save only their inputs.
+        manual_backward: eager, but norms, SwiGLU and rotary keep only their inputs (nn/manual_backward.py).
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
-        shard_apart: zero 1 and 2 gather parameters into a copy besides the shard that is updated, in the type
+        shard_apart: zero 1 and 2 gather parameters into a copy beside the shard that is updated, in the dtype
             they are gathered in (parallel/bucket.py).
         master: bytes of a parameter the optimizer updates.
         gather: bytes of a parameter on the wire, where parameters are gathered.
         gradient: bytes of an accumulated gradient.
         reduce: bytes of a gradient on the wire.
         moments: bytes of optimizer moments per parameter.
-        muon: the layers' matrices are orthogonalised, and keep half of the moments (trainer/muon.py).
-        overlap_gradients, overlap_parameters: traffic of the data-parallel axes runs under compute.
+        muon: the layers' matrices are updated by Muon, which keeps half of the moments (trainer/muon.py).
+        overlap_gradients, overlap_parameters: traffic of the data-parallel axes overlaps compute.
         overlap_tensor: tensor-parallel traffic runs under matmuls (user buffers, async TP).
-        overlap_tensor_backward: only the backward's tensor-parallel traffic does (Megatron: under dgrad,
-        wgrad). overlap_pipeline: messages between stages run under compute.
-        overlap_experts: tokens travel to experts under another micro-batch's products (DualPipe; Megatron's
-            1F1B with its all-to-all overlapped).
-        fused_softmax: stored scores need batch · heads divisible by this for the one-kernel softmax
-        (Megatron's
+        overlap_tensor_backward: only the backward's tensor-parallel traffic does (Megatron: under dgrad, wgrad).
+        overlap_pipeline: messages between stages run under compute.
+        overlap_experts: expert all-to-alls run under another micro-batch's matmuls (DualPipe; Megatron's 1F1B with
+            its all-to-all overlapped).
+        fused_softmax: stored scores need batch · heads divisible by this for the one-kernel softmax (Megatron's
             fused kernel: 4); otherwise, and always where it is 0 (eager torch), scale, mask, upcast, softmax and
-            downcast pass one by one.
+            downcast are a pass each.
         fused_loss: cross-entropy is one kernel.
-        loss_bytes: bytes a logit takes at the loss's fullest: 6 where softmax and gradient are made in
-        place of
-            one float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
-        chunked_loss: logits exist a few million at a time, their gradients made in the forward
+        loss_bytes: peak bytes per logit in the loss: 6 where softmax and gradient are computed in place of one
+            float32 copy (Megatron), 14 in eager torch (cast, log-softmax, two gradients), 12 compiled.
+        chunked_loss: a few million logits exist at a time, and their gradients are computed in the forward
             (nn/loss.py): kept are the gradients of the head's input and weight.
         returns_logits: the pipeline's last stage keeps the logits of all micro-batches and joins them at the
             end of the step (torch's schedules unless asked for losses only).
         keep_every: with "elementwise" recompute every n-th matmul's output is kept (torchtitan's per-op
             mode: 2).
-        early_stop: full recompute of a layer ends before its last product, whose output nothing needs (torch's
-            non-reentrant checkpoint).
+        early_stop: full recompute of a layer stops before its last matmul, whose output backward does not need
+            (torch's non-reentrant checkpoint).
         keep_gathered: sequence parallel keeps the gathered inputs of its matmuls, not their shards.
-        reruns_traffic: what recomputation receives again is in the rows, not only in its seconds.
-        sums_in_part: gradients that tensor-parallel ranks compute in part (norms, routers, replicated KV heads) are
-            summed in the rows.
+        reruns_traffic: communication repeated by recomputation has traffic rows of its own, not only seconds.
+        sums_in_part: the all-reduce of gradients that tensor-parallel ranks compute in part (norms, routers,
+            replicated KV heads) has a traffic row.
         ring_gradient: bytes of a gradient of keys and values on the ring; 0 = as an activation.
         dispatch_once: a token crosses the network once to each node, and goes once to each rank, that holds some of
             its experts, permuted in the same kernel (DeepEP, HybridEP); otherwise once per expert.
@@ -75,7 +73,7 @@ class Stack:
 
     attention: Attention = "flash"
     fused: bool = False
-    by_hand: bool = False
+    manual_backward: bool = False
     compiled: bool = False
     dropout: bool = False
     compute_copy: int = 2
@@ -113,7 +111,7 @@ class Stack:
 
     @property
     def spared_moments(self) -> int:
-        """Bytes of `moments` that a parameter in a matrix of Muon's does not keep."""
+        """Bytes of `moments` that Muon does not keep for an element of a matrix."""
         return self.moments // 2 if self.muon else 0
 
 
@@ -182,9 +180,6 @@ class Job:
     def sequence_split(self) -> int:
         """What sequence parallel divides activations between tensor-parallel regions by."""
         return self.tp if self.sequence_parallel else 1
-
-    def is_expert_layer(self, layer: int) -> bool:
-        return bool(self.model.experts.count) and layer >= self.model.experts.dense_layers
 
     def group(self, *axes: str) -> tuple[int, int]:
         """(ranks inside a fast domain, domains) of the group along neighbouring axes."""

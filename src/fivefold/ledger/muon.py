@@ -1,8 +1,7 @@
-"""What Muon orthogonalises: its traffic, products and buffers. Twin of trainer/muon.py.
+"""Muon: traffic, matmuls and buffers of the orthogonalisation. Twin of trainer/muon.py.
 
-Every matrix goes whole to one rank of those that hold it: the shards of ZeRO meet on one of their ranks, then what
-tensor parallel has divided on one of its, and the step comes back the same way. All ranks wait for the one that has
-the most to do.
+Every matrix is gathered to one of the ranks that hold parts of it, first over the ZeRO group, then over the
+tensor-parallel group, and the update returns the same way. All ranks wait for the one with the most work.
 """
 
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.hardware import Device
 from fivefold.ledger.job import Job
 from fivefold.ledger.operations import Matmul

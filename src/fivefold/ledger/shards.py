@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.job import Job
 from fivefold.spec.layout import Owned, Split, placements
 from fivefold.spec.legal import units

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.job import Job
 from fivefold.ledger.operations import loss_chunks
 from fivefold.ledger.shards import StageContent, representatives
@@ -22,7 +22,7 @@ from fivefold.spec.layout import gradient_ranks, placements
 def layer_rows(job: Job, expert: bool) -> list[Row]:
     """One layer's traffic, forward and backward. Experts owned whole by tp ranks have none of their own.
 
-    Where a layer is computed again, so is what it receives, up to its last product: all but the second sum.
+    Recomputation repeats the layer's communication up to its last matmul, so all but the last sum.
     """
     if job.tp == 1:
         return []
@@ -72,8 +72,8 @@ def _stream_bytes(job: Job) -> float:
 
 
 def _loss_row(job: Job) -> Row:
-    """What the ranks tell each other of a token's logits. Chunk by chunk (nn/loss.py) it is the logarithm of a rank's
-    sum of exponentials and the label's logit; otherwise maximum, target and sum are reduced one by one."""
+    """The loss over a sharded vocabulary. With chunks (nn/loss.py) ranks exchange the logarithm of their sum of
+    exponentials and the label's logit; otherwise maximum, target and sum are reduced one by one."""
     if not job.stack.chunked_loss:
         return _row(job, "all_reduce", "forward", 3, job.tokens * 4.0, "loss: max, target, sum")
     chunks = loss_chunks(job)
@@ -82,7 +82,7 @@ def _loss_row(job: Job) -> Row:
 
 
 def gradient_rows(job: Job, contents: Iterable[StageContent]) -> list[Row]:
-    """A step's sums of those gradients that tp ranks compute in part, after ZeRO has split their rows."""
+    """The all-reduces, once per step, of gradients that tp ranks compute in part, after ZeRO has sharded them."""
     if job.tp == 1 or not job.stack.sums_in_part:
         return []
     elements: Counter[int] = Counter()

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger import activations, data, flops, muon, pipeline, tensor
 from fivefold.ledger.job import Job
 from fivefold.ledger.pipeline import Costs, Stage
@@ -15,7 +15,7 @@ from fivefold.spec.parameters import active, total
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank at its fullest, by category."""
+    """Peak bytes of one rank, by category."""
 
     parameters: float
     gradients: float
@@ -47,7 +47,7 @@ class Time(NamedTuple):
     """Seconds of one step, in parts that sum to `step`."""
 
     step: float
-    compute: float  # of the pipeline rank that is through last
+    compute: float  # of the pipeline rank that finishes last
     exposed_communication: float
     bubble: float
     optimizer: float
@@ -59,7 +59,7 @@ class Ledger(NamedTuple):
 
     job: Job
     ranks: tuple[RankClass, ...]
-    traffic: tuple[Row, ...]  # of the pipeline rank that is through last
+    traffic: tuple[Row, ...]  # of the pipeline rank that finishes last
     time: Time
     timeline: Timeline
     parameters: int
@@ -180,7 +180,7 @@ def buffers(job: Job) -> dict[str, float]:
 
 
 class Tail(NamedTuple):
-    """What follows a rank's pipeline: gradient and parameter traffic that nothing hides, the update."""
+    """What follows a rank's last backward: exposed gradient and parameter traffic, and the update."""
 
     late: float
     update: float
@@ -217,8 +217,9 @@ def tail(job: Job, built: list[Stage], rank: int, close: Closing) -> Tail:
 
 
 def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[float, int, Tail]:
-    """(when the last rank is through, which one, its tail). Ranks are tried latest first; one that could not
-    come last even with the longest tail is not. Ranks that hold the same have the same tail."""
+    """(time at which the last rank finishes, which rank, its tail). Ranks are tried in the order of their last
+    backward, latest first, as long as one could finish last with the longest tail. Ranks with equal content have
+    equal tails."""
     tails: dict[tuple[StageContent, ...], Tail] = {}
 
     def tail_of(rank: int) -> Tail:
@@ -240,7 +241,7 @@ def slowest(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -
 
 
 def _time(job: Job, built: list[Stage], line: Timeline, shares: list[Share]) -> tuple[Time, tuple[Row, ...]]:
-    """The step of the rank that is through last: its pipeline, traffic that nothing hides, its update."""
+    """The step of the rank that finishes last: its pipeline, exposed traffic, its update."""
     end, rank, ending = slowest(job, built, line, shares)
     inner = _inner_rows(job, built, rank)
     exposed = sum(item.exposed_seconds for item in inner)
@@ -264,7 +265,7 @@ def traffic_of(job: Job, rank: int, place: int = 0) -> tuple[Row, ...]:
 
 
 def _inner_rows(job: Job, built: list[Stage], rank: int) -> list[Row]:
-    """What passes while micro-batches are under way."""
+    """The traffic while micro-batches are in flight."""
     found = _layer_rows(job, built, rank)
     return found + [item for item in pipeline.rows(job, built, rank) if item.axis == "pp"]
 
@@ -298,8 +299,8 @@ def _join(one: Row, two: Row) -> Row:
 
 
 def optimizer_seconds(job: Job, share: Share) -> float:
-    """Of the states of what a rank owns: one pass of the optimizer over them; what Muon orthogonalises comes on top
-    (ledger/muon.py)."""
+    """Seconds of one pass of the optimizer over a rank's states; Muon's orthogonalisation is added by
+    ledger/muon.py."""
     stack = job.stack
     dense, expert = data.shard_degrees(job) if job.zero >= 1 else (1, 1)
     moved = (share.dense / dense + share.expert / expert) * update_bytes(job)
@@ -308,7 +309,7 @@ def optimizer_seconds(job: Job, share: Share) -> float:
 
 
 def update_bytes(job: Job) -> int:
-    """Of an element: AdamW reads gradient, master copy and moments, writes the last three and the compute copy; so does
-    Muon, but for moments that it spares."""
+    """Bytes moved per element: AdamW reads gradient, master copy and moments, and writes master copy, moments and the
+    compute copy; so does Muon, without the moments it does not keep."""
     stack = job.stack
     return stack.gradient + 2 * stack.master + 2 * stack.moments + stack.compute_copy

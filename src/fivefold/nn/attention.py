@@ -1,4 +1,4 @@
-"""Causal attention inside documents, with grouped key/value heads."""
+"""Causal attention within documents, with grouped key/value heads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
-from fivefold.nn.by_hand import by_hand
+from fivefold.config.model import Model
 from fivefold.nn.causal_attention import blocked_causal_attention
+from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.nn.norm import RMSNorm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.region import Projection
@@ -20,11 +20,11 @@ from fivefold.spec.sequence import keeps_probabilities
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Documents of a packed micro-batch, in the order of its flattened tokens.
+    """The documents packed into a micro-batch, in the order of its flattened tokens.
 
     Attributes:
-        lengths: tokens of each document; a row's end always ends one.
-        documents: `[batch, sequence]`, which document of its row a token is in; None = every row is one.
+        lengths: tokens of each document; a document never extends beyond its row.
+        documents: `[batch, sequence]`, the document (numbered within its row) of each token; None = one per row.
     """
 
     lengths: tuple[int, ...]
@@ -32,7 +32,7 @@ class Segments:
 
     @staticmethod
     def from_documents(documents: Tensor, device: torch.device | None = None) -> "Segments":
-        """Segments of `documents` `[batch, sequence]`; look at them on the CPU, before they go to `device`."""
+        """The segments of `documents` `[batch, sequence]`, a CPU tensor: lengths depend on its values."""
         starts = torch.ones_like(documents, dtype=torch.bool)
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
         first = starts.flatten().nonzero().flatten()
@@ -43,7 +43,7 @@ class Segments:
 
 
 Core: TypeAlias = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
-"""What `causal_attention` is, here or over ranks."""
+"""An attention core: `causal_attention`, or one that runs over context-parallel ranks."""
 
 
 class Packed(NamedTuple):
@@ -55,9 +55,9 @@ class Packed(NamedTuple):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-    """Softmax attention of each token to itself and the tokens before it in its document.
+    """Softmax attention of each token to itself and the earlier tokens of its document.
 
-    A mask would disable flash attention, so to its kernels documents are told apart by lengths.
+    A mask would disable flash attention, so its kernels get the lengths of the documents instead.
 
     Args:
         query: `[batch, heads, sequence, head_dim]`.
@@ -67,7 +67,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
         `[batch, heads, sequence, head_dim]`.
     """
     batch, heads, sequence, head_dim = query.shape
-    if by_hand(query) and keeps_probabilities(sequence, sequence):
+    if uses_manual_backward(query) and keeps_probabilities(sequence, sequence):
         return blocked_causal_attention(query, key, value, segments.documents)
     if segments.documents is None:
         return _flash(query, key, value)
@@ -106,8 +106,8 @@ def _document_by_document(packed: Packed, segments: Segments) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Query, key and value projections, a norm of each head's queries and keys if the model has it, attention,
-    output projection."""
+    """Query, key and value projections, optional norms of each head's queries and keys, attention, output
+    projection."""
 
     def __init__(self, model: Model, recompute: Recompute) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         self.output = Projection(queries, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
-        """`x` and the result: `[batch, sequence, hidden]`; without `rotary` no position enters here."""
+        """`x` and the result: `[batch, sequence, hidden]`; `rotary` None = no rotary positions."""
         query, key, value = (self._heads(project(x)) for project in (self.query, self.key, self.value))
         query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:

@@ -1,9 +1,10 @@
-"""Pieces of attention, as context parallelism has them: blocks of queries that see only the keys up to their end, or
-any queries and any keys. Whole rows: `causal_attention.py`.
+"""Partial attention for context parallel: some queries against some keys, causal or not, with the normaliser that is
+needed to merge partial results. Whole sequences: `causal_attention.py`.
 
-Half the work of a full score matrix, all of it in batched matrix products. The probabilities are kept for
-backward, which on CPUs is about twice as fast as torch's flash kernel that computes them again; or they are
-computed again here too, from the logarithm of their normaliser, where they would be too many to keep.
+Queries are processed in blocks; a causal block computes scores only up to its last query, so half of the score matrix,
+all in batched matrix products. Probabilities are saved for backward, which on CPUs is about twice as fast as torch's
+flash kernel (it recomputes them); where they would need too much memory they are recomputed here as well, from the
+logarithm of their normaliser.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 _BLOCK = 128
 """Queries in a block."""
 _BLOCK_ELEMENTS = 1 << 24
-"""Scores of a block, where they are not kept: batch rows and heads are taken in runs that stay below."""
+"""The most scores of a block if they are not saved: batch rows and heads are processed in runs below this size."""
 
 
 def grouped(query: Tensor, kv_heads: int) -> Tensor:
@@ -33,11 +34,11 @@ def per_head(documents: Tensor | None, kv_heads: int) -> Tensor | None:
 
 
 class Visible(NamedTuple):
-    """Which keys of a piece its queries see.
+    """Which keys the queries of a piece see.
 
     Attributes:
-        causal: query i sees keys 0 … i (there are as many of either); otherwise all.
-        query_documents, key_documents: `[n, rows]` and `[n, keys]`: only those of its document; None = all.
+        causal: query i sees keys 0 … i (equally many of both); otherwise all keys.
+        query_documents, key_documents: `[n, rows]` and `[n, keys]`: a query sees only keys of its document; None = all.
     """
 
     causal: bool
@@ -47,7 +48,7 @@ class Visible(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some queries against some keys, each query's result normalised over these keys alone.
+    """The attention of some queries to some keys, normalised over these keys alone.
 
     Attributes:
         out: `[n, group, rows, head_dim]`.
@@ -79,7 +80,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, visible: Visible, keep: bo
     return Piece(out, normalizer, kept)
 
 
-class Slopes(NamedTuple):
+class Gradients(NamedTuple):
     """Gradients of query `[n, group, rows, head_dim]`, key and value `[n, keys, head_dim]`."""
 
     query: Tensor
@@ -93,20 +94,20 @@ def attend_backward(
     value: Tensor,
     visible: Visible,
     kept: list[Tensor],
-    slope: Tensor,
+    grad: Tensor,
     mean: Tensor,
-) -> Slopes:
-    """The gradients of a piece whose probabilities were kept.
+) -> Gradients:
+    """The gradients of a piece whose probabilities were saved.
 
     Args:
-        slope: the gradient of the result, `[n, group, rows, head_dim]`. Of a query that sees other keys
-            besides, times this piece's share in it, exp(normalizer − log Σ exp(score) of all).
-        mean: Σ slope · result over the last dim, `[n, group, rows, 1]`, times that share too.
+        grad: the gradient of the merged result, `[n, group, rows, head_dim]`, times this piece's weight in it,
+            exp(normalizer − log Σ exp(score) over all pieces).
+        mean: Σ grad · result over the last dim, `[n, group, rows, 1]`, times the same weight.
     """
-    slopes = _no_slopes(query, key, value)
+    grads = _zero_gradients(query, key, value)
     for block, probabilities in zip(_blocks(query, key, visible, True), kept, strict=True):
-        _add_slopes(slopes, block, query, key, value, probabilities, slope, mean)
-    return slopes
+        _add_gradients(grads, block, query, key, value, probabilities, grad, mean)
+    return grads
 
 
 def attend_backward_again(
@@ -115,27 +116,27 @@ def attend_backward_again(
     value: Tensor,
     visible: Visible,
     normalizer: Tensor,
-    slope: Tensor,
+    grad: Tensor,
     mean: Tensor,
-) -> Slopes:
-    """As `attend_backward`, the probabilities computed again.
+) -> Gradients:
+    """As `attend_backward`, with recomputed probabilities.
 
     Args:
-        normalizer: log Σ exp(score) over all keys that a query sees, here or in other pieces, so that `slope`
-            and `mean` are those of the whole result.
+        normalizer: log Σ exp(score) over all keys that a query sees, in this and other pieces; so `grad` and `mean`
+            are those of the merged result, without weights.
     """
-    slopes = _no_slopes(query, key, value)
+    grads = _zero_gradients(query, key, value)
     for block in _blocks(query, key, visible, False):
         probabilities = _scores(query, key, visible, block).sub_(normalizer[block.at]).exp_()
-        _add_slopes(slopes, block, query, key, value, probabilities, slope, mean)
-    return slopes
+        _add_gradients(grads, block, query, key, value, probabilities, grad, mean)
+    return grads
 
 
 class _Block(NamedTuple):
     n: slice
     start: int
     end: int
-    keys: int  # that it sees: the first so many
+    keys: int  # it sees the first `keys` keys
 
     @property
     def at(self) -> tuple[slice, slice, slice]:
@@ -170,30 +171,30 @@ def _scores(query: Tensor, key: Tensor, visible: Visible, block: _Block) -> Tens
     return scores
 
 
-def _no_slopes(query: Tensor, key: Tensor, value: Tensor) -> Slopes:
+def _zero_gradients(query: Tensor, key: Tensor, value: Tensor) -> Gradients:
     contiguous = torch.contiguous_format
-    return Slopes(*(torch.zeros_like(x, memory_format=contiguous) for x in (query, key, value)))
+    return Gradients(*(torch.zeros_like(x, memory_format=contiguous) for x in (query, key, value)))
 
 
-def _add_slopes(
-    slopes: Slopes,
+def _add_gradients(
+    grads: Gradients,
     block: _Block,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     probabilities: Tensor,
-    slope: Tensor,
+    grad: Tensor,
     mean: Tensor,
 ) -> None:
     """Adds what one block contributes."""
     scale = 1 / sqrt(query.shape[-1])
-    incoming = slope[block.at]
-    slopes.value[block.seen].baddbmm_(probabilities.flatten(1, 2).transpose(1, 2), incoming.flatten(1, 2))
-    score_slope = _rows(incoming, value[block.seen].transpose(1, 2))
-    score_slope.sub_(mean[block.at]).mul_(probabilities)
-    slopes.query[block.at] = _rows(score_slope, key[block.seen]).mul_(scale)
-    slopes.key[block.seen].baddbmm_(
-        score_slope.flatten(1, 2).transpose(1, 2), query[block.at].flatten(1, 2), alpha=scale
+    incoming = grad[block.at]
+    grads.value[block.seen].baddbmm_(probabilities.flatten(1, 2).transpose(1, 2), incoming.flatten(1, 2))
+    score_grad = _rows(incoming, value[block.seen].transpose(1, 2))
+    score_grad.sub_(mean[block.at]).mul_(probabilities)
+    grads.query[block.at] = _rows(score_grad, key[block.seen]).mul_(scale)
+    grads.key[block.seen].baddbmm_(
+        score_grad.flatten(1, 2).transpose(1, 2), query[block.at].flatten(1, 2), alpha=scale
     )
 
 

@@ -1,8 +1,8 @@
-"""Causal attention of whole rows on CPUs, in blocks of queries that see only the keys up to their end.
+"""Causal attention of whole sequences on CPUs, in blocks of queries.
 
-Half the work of a full score matrix, all of it in batched matrix products, with the probabilities kept for
-backward: about twice as fast as torch's flash kernel for CPUs, which computes them again. Pieces of rows, as
-context parallelism has them, are computed in `blocked_attention.py`.
+A block computes scores only up to its last query, so half of the score matrix, all in batched matrix products.
+Probabilities are saved for backward: about twice as fast as torch's flash kernel for CPUs, which recomputes them.
+Partial sequences, for context parallel: `blocked_attention.py`.
 """
 
 from math import sqrt
@@ -36,9 +36,9 @@ def blocked_causal_attention(
 
 
 class _BlockedCausal(torch.autograd.Function):
-    """Inside, the queries that share a KV head lie side by side: `[n, sequence · group, head_dim]` for n KV heads of
-    all rows, so a block of queries is one matrix a KV head, and a view. The result is laid out by positions,
-    `[batch, sequence, heads, head_dim]`, as the output projection reads it: it keeps no copy of its own.
+    """Internally the queries that share a KV head are adjacent: `[n, sequence · group, head_dim]` for the n KV heads of
+    all rows. So a block of queries is one matrix per KV head, and a view. The result is laid out as
+    `[batch, sequence, heads, head_dim]`, as the output projection reads it, which therefore saves no copy.
     """
 
     @staticmethod
@@ -69,26 +69,26 @@ class _BlockedCausal(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         queries, keys, values, out, *kept = ctx.saved_tensors
         batch, sequence, kv_heads, group, head_dim = out.shape
-        by_position = torch.unflatten(slope.transpose(1, 2), 2, (kv_heads, group))
+        by_position = torch.unflatten(grad.transpose(1, 2), 2, (kv_heads, group))
         mean = _rows((by_position * out).sum(dim=-1, keepdim=True))  # Σ_j p_ij · dp_ij
-        slopes = _rows(by_position)
-        query_slope = torch.empty_like(queries)
-        key_slope, value_slope = torch.zeros_like(keys), torch.zeros_like(values)
+        grads = _rows(by_position)
+        query_grad = torch.empty_like(queries)
+        key_grad, value_grad = torch.zeros_like(keys), torch.zeros_like(values)
         for (start, end), probabilities in zip(_blocks(sequence), kept, strict=True):
             rows = slice(start * group, end * group)
-            value_slope[:, :end].baddbmm_(probabilities.transpose(1, 2), slopes[:, rows])
-            score_slope = torch.bmm(slopes[:, rows], values[:, :end].transpose(1, 2))
-            score_slope.sub_(mean[:, rows]).mul_(probabilities)
-            query_slope[:, rows] = torch.bmm(score_slope, keys[:, :end])
-            key_slope[:, :end].baddbmm_(score_slope.transpose(1, 2), queries[:, rows])
-        by_head = query_slope.view(batch, kv_heads, sequence, group, head_dim).transpose(2, 3)
+            value_grad[:, :end].baddbmm_(probabilities.transpose(1, 2), grads[:, rows])
+            score_grad = torch.bmm(grads[:, rows], values[:, :end].transpose(1, 2))
+            score_grad.sub_(mean[:, rows]).mul_(probabilities)
+            query_grad[:, rows] = torch.bmm(score_grad, keys[:, :end])
+            key_grad[:, :end].baddbmm_(score_grad.transpose(1, 2), queries[:, rows])
+        by_head = query_grad.view(batch, kv_heads, sequence, group, head_dim).transpose(2, 3)
         result = by_head.new_empty(by_head.shape)
         torch.mul(by_head, 1 / sqrt(head_dim), out=result)
         shape = (batch, kv_heads, sequence, head_dim)
-        return result.flatten(1, 2), key_slope.view(shape), value_slope.view(shape), None
+        return result.flatten(1, 2), key_grad.view(shape), value_grad.view(shape), None
 
 
 def _blocks(sequence: int) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ def _blocks(sequence: int) -> list[tuple[int, int]]:
 
 
 def _future(group: int, like: Tensor) -> Tensor:
-    """What is added to the scores of a block's queries (times group) and its keys: −∞ for keys after the query."""
+    """The causal mask added to the scores of a block's queries (times group): −∞ for keys after the query."""
     forbidden = torch.full((_BLOCK, _BLOCK), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
     return forbidden.repeat_interleave(group, dim=0)
 

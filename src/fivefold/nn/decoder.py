@@ -6,13 +6,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.attention import Attention, Segments
 from fivefold.nn.dropout import drop, site_keys, site_number, token_keys
 from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
 from fivefold.nn.inputs import Inputs
-from fivefold.nn.loss import carrying, cross_entropy_sum, with_gradient_of
+from fivefold.nn.loss import add_auxiliary_gradient, attach_auxiliary, cross_entropy_sum
 from fivefold.nn.norm import make_norm
 from fivefold.nn.recompute import Recompute
 from fivefold.nn.region import WHOLE, Region
@@ -79,16 +79,16 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder of the family that `model` describes, or what one pipeline rank has of it.
+    """The decoder that `model` describes, or the stages of it that one pipeline rank has.
 
-    Layers are keyed by their number in the whole model, so parameters have the same names on every rank; only a tied
-    head apart from its embedding is a copy, `head.weight`.
+    Layers are keyed by their number in the whole model, so parameters have the same names on every rank. A tied head on
+    another rank than its embedding is a copy, `head.weight`.
 
     Attributes:
-        stages: of the pipeline, those of this rank; without one, the whole model.
-        region_of: the region that layers enter and leave, for micro-batches of a shape `(batch, sequence)`.
-        head_shard: the rows of the vocabulary that the head has here; None = all.
-        region_ranks: ranks that compute each region together, each in part.
+        stages: the pipeline stages of this rank; without a pipeline one stage, the whole model.
+        region_of: returns the region of a layer for micro-batches of shape `(batch, sequence)`; see `nn.region`.
+        head_shard: the vocabulary rows of the head on this rank; None = all.
+        region_ranks: the number of tensor-parallel ranks, each of which computes a part of every region.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         recompute: Literal["none", "attention", "elementwise", "full"] = "none",
         stages: Sequence[Stage] | None = None,
     ) -> None:
-        """`stages`: those of this rank; None = the whole model is one."""
+        """`stages`: the stages of this rank; None = the whole model as one stage."""
         super().__init__()
         self.model = model
         self.recompute = recompute
@@ -123,16 +123,16 @@ class Decoder(nn.Module):
 
     @property
     def is_tied(self) -> bool:
-        """Whether head and embedding are both here and one."""
+        """Whether the head is tied to an embedding on the same rank."""
         return self.model.tied and hasattr(self, "embedding") and hasattr(self, "head")
 
     def tie(self) -> None:
-        """Makes a tied head's weight the embedding's, where both are here."""
+        """Ties the head's weight to the embedding's, if both are on this rank."""
         if self.is_tied:
             self.head.weight = self.embedding.weight
 
     def stage_parameters(self, stage: Stage) -> list[nn.Parameter]:
-        """All that `stage` computes with."""
+        """The parameters of `stage`."""
         names = [f"layers.{index}" for index in stage.layers]
         names += ["embedding", "positions", "embedding_norm"] if stage.first else []
         names += ["norm", "head"] if stage.last else []
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         return [parameter for name in names if name in modules for parameter in modules[name].parameters()]
 
     def stream_shape(self, tokens: Tensor) -> tuple[int, ...]:
-        """Of what one stage hands to the next for a micro-batch of `tokens`."""
+        """The shape of the hidden states that stages send to each other for a micro-batch of `tokens`."""
         shape = tokens.shape[0], tokens.shape[1]
         return self.region_of(shape).stream_shape(shape, self.model.hidden)
 
@@ -152,18 +152,18 @@ class Decoder(nn.Module):
         stage: Stage | None = None,
         stream: Tensor | None = None,
     ) -> Tensor:
-        """The summed loss over counted labels, or the logits where no labels are given; of a stage that is not the
-        last, the residual stream after its layers.
+        """The summed loss over counted labels, or the logits if there are no labels; for a stage that is not the last,
+        the residual stream after its layers.
 
-        The auxiliary loss of the routers is part of the gradient and not of the value. It is a mean over the
-        sequences of the global batch, the loss a sum to be divided by its counted tokens: so it counts
-        `tokens_per_sequence` times.
+        The routers' auxiliary loss contributes to the gradient but not to the value. It is a mean over the sequences of
+        the global batch, whereas the returned loss is a sum to be divided by the counted tokens of the global batch: so
+        its weight is `tokens_per_sequence`.
 
         Args:
-            tokens_per_sequence: counted tokens of the whole global batch per sequence of it; on a stage that is not
-                the last, times the factor that the loss is given before backward.
-            stage: what to compute, one of `stages`; None = the only one.
-            stream: what the stage before returned; the first has none.
+            tokens_per_sequence: counted tokens per sequence of the global batch; on a stage that is not the last, times
+                the factor by which the loss is scaled before backward.
+            stage: the stage to compute, one of `stages`; None = the only one.
+            stream: the result of the previous stage; None for the first.
 
         Returns:
             A scalar, or logits `[batch, sequence, vocabulary]`, or `[batch, sequence, hidden]`.
@@ -189,25 +189,25 @@ class Decoder(nn.Module):
             self._count(routings, tokens.device)
         auxiliary = self._auxiliary(routings, tokens_per_sequence)
         if not stage.last:
-            return x if auxiliary is None else carrying(x, auxiliary)
+            return x if auxiliary is None else attach_auxiliary(x, auxiliary)
         x = region.enter(self.norm(x))
         if labels is None:
             return head_logits(x, self.head.weight, self.head_shard)
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
-        return loss if auxiliary is None else with_gradient_of(loss, auxiliary)
+        return loss if auxiliary is None else add_auxiliary_gradient(loss, auxiliary)
 
     def compile_layers(self) -> None:
-        """Training passes, whose shapes stay, go through torch.compile; all layers share what it makes.
-        Evaluation and generation do not."""
+        """Compiles training passes, whose shapes are constant; all layers share the compiled code. Evaluation and
+        generation stay eager."""
         for layer in self.layers.values():
             assert isinstance(layer, DecoderLayer)
             layer.compiled = torch.compile(layer.run, dynamic=False)
 
     def take_counts(self) -> list[float]:
-        """How often each expert of each layer was chosen since this was last asked, layer by layer.
+        """The number of times each expert of each layer was chosen since the last call, layer by layer.
 
-        0 for layers without experts, or of other stages; empty for a model without any. Forwards without a gradient,
-        and what backward recomputes, are not counted.
+        0 for layers without experts or of other stages; empty for a model without experts. Forwards without gradients,
+        and recomputed ones, are not counted.
         """
         counts, self._counts = self._counts, None
         if counts is None:
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def balance(self, counts: list[float]) -> None:
-        """Moves the selection biases by one step, given the counts of the whole global batch."""
+        """Updates the routers' selection biases from the counts of the whole global batch."""
         if not counts:
             return
         table = torch.tensor(counts, dtype=torch.float64).view(self.model.layers, -1)
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
                 bias.copy_(balanced(bias, chosen, self.model.experts.bias_update_rate))
 
     def _auxiliary(self, routings: dict[str, Routing], tokens_per_sequence: float) -> Tensor | None:
-        # Every rank of a region computes it whole, and what reaches its inputs is summed over them.
+        # Every tensor-parallel rank computes the whole auxiliary loss, and gradients are summed over these ranks.
         weight = self.model.experts.auxiliary_loss * tokens_per_sequence / self.region_ranks
         if not weight or not routings:
             return None

@@ -1,8 +1,8 @@
-"""Dropout (Srivastava et al. 2014) whose masks depend on no layout and no generator's state.
+"""Dropout (Srivastava et al. 2014) whose masks do not depend on the layout or on the state of a random generator.
 
-Whether a feature of a token is dropped is a function of (seed, step, site, token, feature), where a token is
-known by its row in the step's global batch and its place in that row. Any rank can compute the mask of any
-tokens and features alone, and what backward recomputes finds the same one.
+Whether a feature of a token is dropped is a function of (seed, step, site, token, feature); a token is identified by
+its row in the step's global batch and its position in the row. Any rank can compute the mask of any tokens and
+features, and recomputation in backward reproduces it.
 
 The function is SplitMix64 (Steele, Lea & Flood 2014): a counter, stepped by an odd constant, through a mixing
 function of 64 bits. Each (step, site, token) has a stream of its own, started at a mixed key; every number of it

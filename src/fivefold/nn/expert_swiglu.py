@@ -1,10 +1,10 @@
-"""SwiGLU of experts on CPUs, piece by piece of their rows: what a piece needs stays in the cache from its first product
-to its last, and the products are of few shapes.
+"""SwiGLU of experts on CPUs, in pieces of their rows: the tensors of a piece stay in the cache from the first matmul
+to the last, and the matmuls have few different shapes.
 
-oneDNN compiles a kernel for each shape that it meets (about 1 ms and 1 MB) and keeps a thousand, and no two steps send
-an expert equally many rows. So pieces have `PIECE` rows, and what remains of an expert is rounded up to whole tiles.
-The rows after an expert's last are then computed along, with the wrong expert: they are written again with their own,
-which comes later, and to the gradient of the weights they do not add.
+oneDNN compiles a kernel for each new shape (about 1 ms and 1 MB) and caches a thousand of them, but the number of
+rows of an expert differs in every step. So pieces have `PIECE` rows, and an expert's remainder is rounded up to a
+multiple of `TILE` rows. The extra rows belong to the next expert: their results are wrong, and overwritten when that
+expert is computed; they do not contribute to the weight gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ silu, silu_backward = torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad
 
 
 class _Piece(NamedTuple):
-    """Rows `start` to `stop` are of one expert; computed are those up to `end`."""
+    """Rows `start` to `stop` of one expert; rows up to `end` are computed."""
 
     expert: int
     start: int
@@ -28,7 +28,7 @@ class _Piece(NamedTuple):
     end: int
 
     def of(self, rows: Tensor) -> Tensor:
-        """Its rows and those after them; where these are too few, a copy that is filled up with zeros."""
+        """The rows `start` to `end`; a zero-padded copy if the tensor ends before `end`."""
         if self.end <= len(rows):
             return rows[self.start : self.end]
         filled = rows.new_zeros(self.end - self.start, rows.shape[1])
@@ -36,12 +36,12 @@ class _Piece(NamedTuple):
         return filled
 
     def put(self, result: Tensor, rows: Tensor) -> None:
-        """Ends what was written to `of(rows)`."""
+        """Copies what was written to `of(rows)` back, if that was a copy."""
         if self.end > len(rows):
             rows[self.start : self.stop] = result[: self.stop - self.start]
 
     def clear_others(self, *results: Tensor) -> None:
-        """Rows that are not of this expert become zero."""
+        """Zeroes the rows of other experts."""
         for result in results:
             result[self.stop - self.start :].zero_()
 
@@ -84,8 +84,8 @@ class _ExpertSwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor, ...] = expert_gradients(slope.contiguous(), *ctx.saved_tensors, ctx.sizes)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: tuple[Tensor, ...] = expert_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.sizes)
         return *gradients, None
 
 
@@ -115,7 +115,7 @@ EXPERT_PRODUCTS = torch.ops.fivefold.expert_products.default
 
 @torch.library.custom_op("fivefold::expert_gradients", mutates_args=())
 def expert_gradients(
-    slope: Tensor,
+    grad: Tensor,
     x: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -131,9 +131,9 @@ def expert_gradients(
     scratch = x.new_empty(4, PIECE, gate.shape[1])
     for piece in _pieces(sizes, len(gate)):
         expert = piece.expert
-        slopes, rows, gates, ups = (piece.of(each) for each in (slope, x, gated, upped))
+        grads, rows, gates, ups = (piece.of(each) for each in (grad, x, gated, upped))
         inner, into_inner, into_gate, into_up = scratch[:, : len(rows)]
-        torch.mm(slopes, down[expert], out=into_inner)
+        torch.mm(grads, down[expert], out=into_inner)
         silu(gates, out=into_up)
         torch.mul(into_up, ups, out=inner)
         into_up.mul_(into_inner)
@@ -143,7 +143,7 @@ def expert_gradients(
         into_rows.addmm_(into_up, up[expert])
         piece.put(into_rows, into_x)
         piece.clear_others(inner, into_gate, into_up)
-        for total, left, right in zip(into, (into_gate, into_up, slopes), (rows, rows, inner), strict=True):
+        for total, left, right in zip(into, (into_gate, into_up, grads), (rows, rows, inner), strict=True):
             total[expert].addmm_(left.T, right, beta=float(seen[expert]))
         seen[expert] = True
     for expert, used in enumerate(seen):

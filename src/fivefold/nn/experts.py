@@ -6,27 +6,27 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
-from fivefold.nn.by_hand import by_hand
+from fivefold.config.model import Model
 from fivefold.nn.expert_swiglu import expert_swiglu
 from fivefold.nn.feed_forward import make_feed_forward, swiglu
 from fivefold.nn.grouped import GroupedLinear, copied_in_order, inverse, sorted_by_expert
+from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.nn.router import Choice, Router, Routing
 
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Rows `[rows, hidden]` and how many of each source each expert has, `[sources, experts]` → results of these rows.
-Those of the first source come first; each source's are sorted by expert."""
+"""(rows `[rows, hidden]`, counts `[sources, experts]`) → the experts' results for these rows. Rows are ordered by
+source rank, then by expert; counts say how many rows of each source each expert has."""
 
 
 def here(compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
-    """Computes the rows of all experts on this rank."""
+    """Without expert parallel: computes the rows of all experts on this rank."""
     return compute(rows, counts.unsqueeze(0))
 
 
 class Experts(nn.Module):
-    """The routed experts (SwiGLU), weighted by the router, and the shared ones that every token passes through.
+    """The routed experts (SwiGLU), weighted by the router, and the shared experts that every token passes through.
 
-    `exchange` brings rows to where their experts are, and the results back.
+    `exchange` sends rows to the ranks of their experts and the results back.
     """
 
     def __init__(self, model: Model) -> None:
@@ -52,7 +52,7 @@ class Experts(nn.Module):
         return out, choice.routing
 
     def _routed(self, x: Tensor, choice: Choice) -> Tensor:
-        """`[tokens, hidden]` → the same: each token's rows are sorted by expert, computed, and put back."""
+        """`[tokens, hidden]` → `[tokens, hidden]`: rows are sorted by expert, computed, put back and weighted."""
         tokens, top_k = choice.experts.shape
         by_expert = choice.experts.flatten().argsort(stable=True)
         counts = choice.routing.counts
@@ -64,7 +64,7 @@ class Experts(nn.Module):
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """As `Compute`, for the experts that this rank has."""
-        if by_hand(rows):
+        if uses_manual_backward(rows):
             weights = self.gate.weight, self.up.weight, self.down.weight
             return expert_swiglu(rows, *weights, counts.flatten().tolist())
         if len(counts) == 1:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fivefold.config.tree import Model
-from fivefold.nn.by_hand import by_hand
+from fivefold.config.model import Model
+from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.nn.region import Projection
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -21,7 +21,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, of one shape."""
-    if by_hand(gate):
+    if uses_manual_backward(gate):
         return _SwiGLU.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
     return F.silu(gate) * up
 
@@ -36,10 +36,10 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        gate_slope = torch.ops.aten.silu_backward(slope * up, gate)
-        return gate_slope, F.silu(gate).mul_(slope)
+        gate_grad = torch.ops.aten.silu_backward(grad * up, gate)
+        return gate_grad, F.silu(gate).mul_(grad)
 
 
 class GatedFeedForward(nn.Module):

@@ -1,4 +1,4 @@
-"""Matrix products of rows that are grouped by expert, each group with its expert's matrix."""
+"""Grouped matrix products: rows are grouped by expert, and each group is multiplied by its expert's matrix."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 TILE = 32
-"""On CPUs, rows are multiplied in whole tiles: oneDNN compiles a kernel for each shape that it meets and keeps a
-thousand of them, and no two steps send an expert equally many rows."""
+"""On CPUs rows are multiplied in multiples of a tile: oneDNN compiles a kernel for each new shape and caches a
+thousand of them, but the number of rows of an expert differs in every step."""
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each group of rows times its expert's matrix, transposed.
 
-    Float64 goes expert by expert, and on accelerators widths that are not whole multiples of 16 bytes (a shard's may
-    be): torch's grouped product does not have them. Other types go in tiles on CPUs.
+    Computed expert by expert for float64, and on accelerators for widths that are not multiples of 16 bytes (as shards
+    may have): torch's grouped matmul supports neither. On CPUs other dtypes are computed in tiles.
 
     Args:
         x: `[rows, in]`, the rows of expert 0 first, then those of expert 1, ….
@@ -45,7 +45,7 @@ def _together(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class _Tiled(torch.autograd.Function):
-    """Expert by expert; of each group's rows first whole tiles, then what remains, filled up to a tile."""
+    """Expert by expert: first the whole tiles of a group's rows, then the remainder, padded to a tile."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -56,12 +56,12 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         return (
-            rows_times(slope, weight, ctx.sizes) if needs_x else None,
-            transposed_times(slope, x, ctx.sizes) if needs_weight else None,
+            rows_times(grad, weight, ctx.sizes) if needs_x else None,
+            transposed_times(grad, x, ctx.sizes) if needs_weight else None,
             None,
         )
 
@@ -82,10 +82,10 @@ ROWS_TIMES = torch.ops.fivefold.rows_times.default
 
 
 @torch.library.custom_op("fivefold::transposed_times", mutates_args=())
-def transposed_times(slope: Tensor, x: Tensor, sizes: list[int]) -> Tensor:
+def transposed_times(grad: Tensor, x: Tensor, sizes: list[int]) -> Tensor:
     """Of each group, `[rows, out]` transposed times `[rows, in]`."""
-    out = x.new_empty(len(sizes), slope.shape[1], x.shape[1])
-    for left, right, result in zip(torch.split(slope, sizes), torch.split(x, sizes), out, strict=True):
+    out = x.new_empty(len(sizes), grad.shape[1], x.shape[1])
+    for left, right, result in zip(torch.split(grad, sizes), torch.split(x, sizes), out, strict=True):
         whole = len(left) // TILE * TILE
         torch.mm(left[:whole].T, right[:whole], out=result)
         if whole < len(left):
@@ -100,8 +100,8 @@ def _filled(rows: Tensor) -> Tensor:
     return tile
 
 
-class _Chosen(torch.autograd.Function):
-    """Keeps two lists of numbers."""
+class _CopyInOrder(torch.autograd.Function):
+    """Saves only the inverse order for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
@@ -111,9 +111,9 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        rows = slope.index_select(0, back)
+        rows = grad.index_select(0, back)
         return (
             rows.view(-1, ctx.copies, rows.shape[1]).sum(dim=1) if ctx.copies > 1 else rows,
             None,
@@ -123,26 +123,26 @@ class _Chosen(torch.autograd.Function):
 
 
 def copied_in_order(x: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
-    """Each row of `x` `copies` times, in another order. The backward gathers too: torch's own scatters element by
-    element on CPUs.
+    """Each row of `x` `copies` times, in another order. Backward is a gather too, whereas torch's own scatters element
+    by element on CPUs.
 
     Args:
         x: `[rows, hidden]`.
-        order: `[rows · copies]`: for each row of the result which copy it is; copy c is of row c // copies.
-        back: the inverse of `order`: where each copy has gone.
+        order: `[rows · copies]`: the copy that each row of the result takes; copy c is of row c // copies.
+        back: the inverse of `order`.
     """
-    return _Chosen.apply(x, order, back, copies)  # type: ignore[no-any-return,no-untyped-call]
+    return _CopyInOrder.apply(x, order, back, copies)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Where each row has gone: `order` says which row each place has."""
+    """The inverse permutation of `order`."""
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     return back
 
 
 def sorted_by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The order that brings rows sorted by source, then expert, to by expert, then source; and its inverse.
+    """The permutation from rows sorted by (source, expert) to rows sorted by (expert, source), and its inverse.
 
     Args:
         counts: `[sources, experts]`, rows of each.
@@ -153,7 +153,7 @@ def sorted_by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class GroupedLinear(nn.Module):
-    """A projection without bias for each of a number of experts."""
+    """A linear layer without bias for each expert."""
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a decoder reads in one forward."""
+"""The input of a decoder's forward."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from fivefold.nn.attention import Segments
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The tokens of a micro-batch and where they stand in the step.
+    """The tokens of a micro-batch and their place in the step's global batch.
 
     Attributes:
         tokens: `[batch, sequence]`, int64.
         segments: the documents packed in them.
-        labels: `[batch, sequence]`, int64, `loss.IGNORED` where nothing is predicted; None = logits are wanted.
-        positions: `[sequence]`, int64, places of the tokens in their row; None = 0, 1, 2, ….
+        labels: `[batch, sequence]`, int64, `loss.IGNORED` where nothing is predicted; None = return logits.
+        positions: `[sequence]`, int64, positions of the tokens in their row; None = 0, 1, 2, ….
         rows: `[batch]`, int64, numbers of the rows in the step's global batch; None = 0, 1, 2, ….
         dropout_key: `dropout.step_key` of the step; None = nothing is dropped (evaluation, generation).
     """

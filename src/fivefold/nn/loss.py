@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, chunk by chunk: the logits of a whole micro-batch never exist."""
+"""Cross-entropy of a linear head, in chunks of tokens: the logits of a whole micro-batch are never in memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 from fivefold.nn.vocabulary import VocabularyShard
 
 IGNORED = -100
-"""The label of a token that is not counted."""
+"""The label of a token that the loss does not count."""
 
 CHUNK_ELEMENTS = 1 << 22
-"""Logits held at once: 16 MiB in float32, large enough for matmuls to run at full rate."""
+"""Logits of a chunk: 16 MiB in float32, large enough for matmuls to run at full rate."""
 
 
 def cross_entropy_sum(
@@ -21,16 +21,16 @@ def cross_entropy_sum(
 ) -> Tensor:
     """Sum of −log softmax(hidden · weightᵀ)[label] over the tokens whose label is not `IGNORED`.
 
-    Exact, in at least float32. The loss is linear in its incoming gradient, so the gradients are computed
-    while a chunk's logits are at hand: three matmuls in all, none of them twice.
+    Exact, in at least float32. The gradients are computed in the forward, while a chunk's logits are in memory
+    (backward only scales them): three matmuls in all, none of them repeated.
 
-    Over a shard of the vocabulary no rank sees another's logits: what passes between them is, for each token, the
-    logarithm of a rank's sum of exponentials, and the label's logit from the rank that holds it. The loss is then
-    the whole one on every rank, and the gradient of `hidden` a part, to be summed over the ranks.
+    With a sharded vocabulary, ranks exchange two numbers per token: the logarithm of a rank's sum of exponentials, and
+    the label's logit on the rank that holds it. Every rank then has the whole loss, and a part of the gradient of
+    `hidden`, to be summed over the ranks.
 
     Args:
         hidden: `[tokens, hidden]`, all tokens.
-        weight: the head, `[vocabulary, hidden]`, or those rows of it that `shard` says.
+        weight: the head, `[vocabulary, hidden]`, or the rows of it that `shard` describes.
         labels: `[tokens]`, int64.
         shard: the rows of the vocabulary that this rank holds; None = all.
 
@@ -38,7 +38,7 @@ def cross_entropy_sum(
         A scalar in float32, or float64 for float64 weights.
 
     Raises:
-        ValueError: what is given is sharded otherwise, or is logits.
+        ValueError: shapes do not match: another sharding, or logits instead of hidden states.
     """
     if hidden.dim() != 2 or hidden.shape[1] != weight.shape[1] or len(hidden) != len(labels):
         raise ValueError(
@@ -82,15 +82,15 @@ class _CrossEntropySum(torch.autograd.Function):
             if hidden_gradient is None or weight_gradient is None:
                 continue
             # d loss / d logits = softmax − one-hot, zero where the token is not counted
-            slope = powers.mul_((highest - normalizer).exp_().where(counted, 0.0).unsqueeze(1))
-            if slope.shape[1]:
-                slope.scatter_add_(1, rows, -(mine & counted).unsqueeze(1).to(exact))
-            slope = slope.to(weight.dtype)
-            hidden_gradient[chunk] = slope @ weight
+            grad = powers.mul_((highest - normalizer).exp_().where(counted, 0.0).unsqueeze(1))
+            if grad.shape[1]:
+                grad.scatter_add_(1, rows, -(mine & counted).unsqueeze(1).to(exact))
+            grad = grad.to(weight.dtype)
+            hidden_gradient[chunk] = grad @ weight
             if exact == weight.dtype:
-                weight_gradient.addmm_(slope.T, hidden[chunk])
+                weight_gradient.addmm_(grad.T, hidden[chunk])
             else:
-                weight_gradient += slope.T @ hidden[chunk]
+                weight_gradient += grad.T @ hidden[chunk]
         ctx.weight_dtype = weight.dtype
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         return loss
@@ -128,21 +128,21 @@ def _over_ranks(normalizer: Tensor, wanted: Tensor, shard: VocabularyShard) -> t
     return normalizers.logsumexp(dim=0), wanteds.amax(dim=0)
 
 
-def with_gradient_of(loss: Tensor, auxiliary: Tensor) -> Tensor:
+def add_auxiliary_gradient(loss: Tensor, auxiliary: Tensor) -> Tensor:
     """The value of `loss`, with the gradient of `loss + auxiliary`. Both are scalars."""
     return loss + (auxiliary - auxiliary.detach()).to(loss.dtype)
 
 
-def carrying(x: Tensor, auxiliary: Tensor) -> Tensor:
-    """The value of `x`, with the gradient of `auxiliary`, a scalar, added to whatever gradient `x` gets.
+def attach_auxiliary(x: Tensor, auxiliary: Tensor) -> Tensor:
+    """The value of `x`; backward adds the gradient of the scalar `auxiliary`.
 
-    How a loss that arises on a pipeline stage enters that stage's backward, which starts from `x`: an operation's
-    result that nothing else reads. The result is no view of it, for split backwards detach it.
+    This is how an auxiliary loss of a pipeline stage enters the stage's backward, which starts from `x`. `x` must not
+    be used elsewhere. The result is not a view of `x`, because split backwards detach it.
     """
-    return _Carrying.apply(x, auxiliary)  # type: ignore[no-any-return,no-untyped-call]
+    return _AttachAuxiliary.apply(x, auxiliary)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Carrying(torch.autograd.Function):
+class _AttachAuxiliary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
         ctx.auxiliary = auxiliary.dtype, auxiliary.device

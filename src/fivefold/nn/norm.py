@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fivefold.config.tree import Model
-from fivefold.nn.by_hand import by_hand
+from fivefold.config.model import Model
+from fivefold.nn.manual_backward import uses_manual_backward
 
 
 def make_norm(model: Model) -> nn.Module:
@@ -22,16 +22,16 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result: `[…, hidden]`."""
-        if by_hand(x) and x.dtype == self.weight.dtype:
+        if uses_manual_backward(x) and x.dtype == self.weight.dtype:
             return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return,no-untyped-call]
         return super().forward(x)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input and one number a row.
+    """Saves its input and one number per row.
 
-    Holds a weight gradient, so a pipeline schedule that splits backward runs it twice: a few passes over
-    the stream, little beside a layer's products.
+    It computes a weight gradient, so a schedule that splits backward runs it twice: a few passes over the residual
+    stream, little beside a layer's matmuls.
     """
 
     @staticmethod
@@ -44,14 +44,14 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        rows, incoming = x.reshape(-1, x.shape[-1]), slope.reshape(-1, x.shape[-1])
+        rows, incoming = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         factors = inverse.reshape(-1)
         product = incoming * rows
-        weight_slope = product.T.mv(factors)
-        # Σ_j slope_j · weight_j · x_j of each row, over hidden and the mean square: how much of x to take away
+        weight_grad = product.T.mv(factors)
+        # per row: Σ_j grad_j · weight_j · x_j / (hidden · mean square), the component along x to subtract
         along = product.mv(weight).mul_(factors.square()).div_(x.shape[-1])
         result = torch.mul(incoming, weight, out=product)
         result.addcmul_(rows, along.unsqueeze(1), value=-1.0).mul_(factors.unsqueeze(1))
-        return result.view(x.shape), weight_slope, None
+        return result.view(x.shape), weight_grad, None

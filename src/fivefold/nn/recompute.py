@@ -1,4 +1,4 @@
-"""What backward recomputes instead of keeping: torch's non-reentrant checkpointing at the chosen depth."""
+"""Activation recomputation: torch's non-reentrant checkpointing in the chosen mode."""
 
 from collections.abc import Callable
 from functools import partial
@@ -34,12 +34,13 @@ _KEPT = frozenset(
 
 
 class Recompute:
-    """Wraps the functions a mode recomputes.
+    """Wraps the functions that a mode recomputes in backward.
 
-    none: nothing. attention: the attention core. elementwise: everything in a layer but the outputs of
-    projections and fused attention. full: everything in a layer but its input.
+    none: nothing. attention: the attention core. elementwise: everything in a layer except the outputs of projections
+    and fused attention. full: everything in a layer; only its input is saved.
 
-    `kept`, while it is given, sees what "elementwise" keeps, of which autograd's hooks know nothing.
+    `kept`, if set, is called with every tensor that "elementwise" saves, which autograd's saved-tensor hooks do not
+    see.
     """
 
     def __init__(self, mode: Literal["none", "attention", "elementwise", "full"]) -> None:

@@ -1,7 +1,8 @@
-"""Where a layer's work leaves the residual stream and comes back to it.
+"""Regions: the parts of a layer (attention, feed-forward) that tensor-parallel ranks compute together.
 
-Between the two points tensor-parallel ranks compute parts of one sum; outside of them each holds the stream,
-whole or (sequence parallel) a share of its tokens. nn knows no ranks: `parallel/tensor.py` puts its own regions here.
+Within a region each rank computes a part of a sum; outside each rank holds the residual stream, whole or (sequence
+parallel) for a share of the tokens. This package knows no ranks: `parallel/tensor.py` provides the regions that
+communicate.
 """
 
 import torch.nn.functional as F
@@ -9,22 +10,22 @@ from torch import Tensor, nn
 
 
 class Region:
-    """The region of one micro-batch on a rank that computes alone: nothing is summed."""
+    """The region without tensor parallel: nothing is communicated."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """The residual stream as a layer reads it: all tokens, `[batch, sequence, hidden]`."""
+        """From the residual stream to the input of the region: all tokens, `[batch, sequence, hidden]`."""
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of what the ranks computed, `[batch, sequence, hidden]`, as the residual stream holds it."""
+        """Sums the ranks' outputs of the region, `[batch, sequence, hidden]`, in the form of the residual stream."""
         return x
 
     def stream_shape(self, shape: tuple[int, int], hidden: int) -> tuple[int, ...]:
-        """Of the residual stream here, for a micro-batch of `shape` `(batch, sequence)`."""
+        """The shape of the residual stream on this rank for a micro-batch of `shape` `(batch, sequence)`."""
         return (*shape, hidden)
 
     def own(self, per_token: Tensor) -> Tensor:
-        """What belongs to the tokens of this rank's residual stream, of something that goes by token.
+        """The values of a per-token quantity for the tokens of this rank's residual stream.
 
         Args:
             per_token: `[sequence]` or `[batch, sequence]`, not differentiated.
@@ -36,10 +37,10 @@ WHOLE = Region()
 
 
 class Projection(nn.Linear):
-    """A linear layer inside a region whose results are summed over ranks.
+    """A row-parallel linear layer at the end of a region, whose results are summed over ranks.
 
     Attributes:
-        bias_share: how often this rank counts the bias: the ranks of a sum must count it once together.
+        bias_share: the factor on the bias on this rank; over the ranks of a sum the factors add up to 1.
     """
 
     bias_share = 1.0

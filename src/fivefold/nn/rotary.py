@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fivefold.config.tree import Model, RopeScaling
-from fivefold.nn.by_hand import by_hand
+from fivefold.config.model import Model, RopeScaling
+from fivefold.nn.manual_backward import uses_manual_backward
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, each `[sequence, head_dim / 2]`."""
@@ -27,37 +27,37 @@ def rotary_table(model: Model, positions: Tensor) -> Rotary:
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
-    """Turns the pairs (i, i + head_dim / 2) of `x` `[batch, heads, sequence, head_dim]`, in at least float32."""
-    if by_hand(x):
-        return _Turned.apply(x, *rotary)  # type: ignore[no-any-return,no-untyped-call]
+    """Rotates the pairs (i, i + head_dim / 2) of `x` `[batch, heads, sequence, head_dim]`, in at least float32."""
+    if uses_manual_backward(x):
+        return _Rotate.apply(x, *rotary)  # type: ignore[no-any-return,no-untyped-call]
     compute = torch.promote_types(x.dtype, torch.float32)
     cosine, sine = (table.to(compute) for table in rotary)
     first, second = x.to(compute).chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return rotated.to(x.dtype)
 
 
-class _Turned(torch.autograd.Function):
-    """Keeps nothing but the tables: backward turns the other way.
+class _Rotate(torch.autograd.Function):
+    """Saves only the tables: backward rotates in the opposite direction.
 
-    The result is laid out by heads, as attention reads it; the gradient by positions, as projections read it.
+    The result is contiguous by heads, as attention reads it; the gradient by positions, as projections read it.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
-        return _turn(x, cosine, sine, x.new_empty(x.shape))
+        return _rotate(x, cosine, sine, x.new_empty(x.shape))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cosine, sine = ctx.saved_tensors
-        batch, heads, sequence, head_dim = slope.shape
-        out = slope.new_empty(batch, sequence, heads, head_dim).transpose(1, 2)
-        return _turn(slope, cosine, -sine, out), None, None
+        batch, heads, sequence, head_dim = grad.shape
+        out = grad.new_empty(batch, sequence, heads, head_dim).transpose(1, 2)
+        return _rotate(grad, cosine, -sine, out), None, None
 
 
-def _turn(x: Tensor, cosine: Tensor, sine: Tensor, out: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor, out: Tensor) -> Tensor:
     """Into `out`, which is not `x`."""
     cosine, sine = cosine.to(x.dtype), sine.to(x.dtype)
     first, second = x.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, with which weights, and how unbalanced that is."""
+"""The router: which experts each token is sent to, with which weights, and the load-balancing loss."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,15 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.tree import Experts, Model
+from fivefold.config.model import Experts, Model
 
 
 class Routing(NamedTuple):
-    """What a layer's router did in a micro-batch.
+    """Statistics of a layer's router in a micro-batch.
 
     Attributes:
-        imbalance: a scalar, summed over the sequences: see `imbalance`; 0 where it costs nothing.
-        counts: `[experts]`, int64, choices that fell on each expert.
+        imbalance: the load-balancing loss summed over the sequences, a scalar (see `imbalance`); 0 if not needed.
+        counts: `[experts]`, int64, how often each expert was chosen.
     """
 
     imbalance: Tensor
@@ -22,12 +22,12 @@ class Routing(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What the router decides.
+    """The router's decision for each token.
 
     Attributes:
         experts: `[tokens, top_k]`, int64, the chosen experts.
-        weights: `[tokens, top_k]`, of their outputs.
-        routing: the sums of it.
+        weights: `[tokens, top_k]`, the weights of their outputs.
+        routing: statistics over the tokens.
     """
 
     experts: Tensor
@@ -38,10 +38,10 @@ class Choice(NamedTuple):
 class Router(nn.Linear):
     """Scores of all experts, in at least float32; the top_k highest are chosen.
 
-    A selection bias is added for the choice and for nothing else (DeepSeek-V3 2024, §2.1.2).
+    A selection bias affects the choice only, not the weights (DeepSeek-V3 2024, §2.1.2).
 
-    `sum_choices` adds up how often each expert was chosen in each sequence, `[batch, experts]`, over the ranks that
-    hold parts of these sequences; asked only where there is an auxiliary loss. `pick` chooses by the scores.
+    `sum_choices` sums the counts of each expert's choices per sequence, `[batch, experts]`, over the context-parallel
+    ranks; it is called only if there is an auxiliary loss. `pick` selects experts by their scores.
     """
 
     def __init__(self, model: Model) -> None:
@@ -72,9 +72,9 @@ class Router(nn.Linear):
 
 
 def limited(wanted: Tensor, options: Experts) -> Tensor:
-    """The scores, −∞ outside of each token's best groups (DeepSeek-V3 2024, §2.1.2).
+    """The scores with −∞ outside each token's best groups (DeepSeek-V3 2024, §2.1.2).
 
-    A group counts for the sum of its highest top_k / top_groups scores.
+    A group's score is the sum of its highest top_k / top_groups scores.
 
     Args:
         wanted: `[..., experts]`, neighbouring experts in a group.
@@ -97,12 +97,13 @@ def unchanged(choices: Tensor) -> Tensor:
 
 
 def imbalance(scores: Tensor, experts: Tensor, sum_choices: Callable[[Tensor], Tensor] = unchanged) -> Tensor:
-    """Σ_i f_i · P_i of each sequence, summed over the sequences; 1 a sequence where all experts are used alike.
+    """The load-balancing loss Σ_i f_i · P_i of each sequence, summed over the sequences; 1 per sequence if all experts
+    are used equally.
 
-    f_i is the share of the sequence's choices that fell on expert i, times the number of experts; P_i is the
-    mean over its tokens of the score of i, scores normalised to sum to one (DeepSeek-V3 2024, eq. 17-20).
-    It is linear in the scores: where ranks hold parts of the sequences, each has the part of its tokens, and these
-    add up to the whole, and so do their gradients.
+    f_i is the share of the sequence's choices that expert i received, times the number of experts; P_i is the mean
+    over the tokens of the score of i, with scores normalised to sum to one (DeepSeek-V3 2024, eq. 17-20). It is
+    linear in the scores: context-parallel ranks each compute the part of their tokens, and parts and gradients sum to
+    the whole.
 
     Args:
         scores: `[batch, tokens, experts]`.

@@ -1,4 +1,4 @@
-"""Token embedding and head, whole or in rows of the vocabulary."""
+"""Token embedding and head, whole or sharded by vocabulary rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """A run of vocabulary rows, and the ranks that hold the other runs.
+    """This rank's contiguous vocabulary rows.
 
     Attributes:
-        first: number of this rank's first row.
+        first: the first row.
         count: rows of this rank; may be 0.
         most: the most rows that any rank holds.
         vocab: rows of all ranks together.
-        gather: a tensor of every rank, equal in shape, to one `[ranks, ...]`; not differentiated.
+        gather: gathers tensors of equal shape from all ranks into one `[ranks, ...]`; not differentiated.
     """
 
     first: int
@@ -27,7 +27,7 @@ class VocabularyShard:
     gather: Callable[[Tensor], Tensor]
 
     def local(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Row numbers within this rank's run (0 where the row is another rank's), and whether they are in it."""
+        """Row numbers within this rank's shard (0 for rows of other ranks), and whether they are in it."""
         rows = tokens - self.first
         mine = (rows >= 0) & (rows < self.count)
         return rows.where(mine, 0), mine
@@ -42,10 +42,10 @@ class VocabularyShard:
 
 
 class Embedding(nn.Embedding):
-    """A row for each token.
+    """Token embedding.
 
     Attributes:
-        shard: the rows that this rank holds; None = all. The sum over the ranks is then the embedding.
+        shard: the rows that this rank holds; None = all. The sum of the ranks' results is the embedding.
     """
 
     shard: VocabularyShard | None = None
@@ -55,7 +55,7 @@ class Embedding(nn.Embedding):
         if self.shard is None:
             return F.embedding(input, self.weight)
         self.shard.check(self.weight)
-        if not self.shard.count:  # zeros that have a gradient
+        if not self.shard.count:  # zeros with a gradient, so that backward reaches the weight
             return self.weight.new_zeros(*input.shape, self.weight.shape[1]) + self.weight.sum()
         rows, mine = self.shard.local(input)
         return F.embedding(rows, self.weight).masked_fill(~mine.unsqueeze(-1), 0.0)

@@ -1,4 +1,4 @@
-"""Where the wall time of a step goes."""
+"""The wall time of a step by what it was spent on."""
 
 from __future__ import annotations
 

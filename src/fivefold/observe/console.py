@@ -62,7 +62,7 @@ class RunConsole:
         self._entropy: float | None = None
 
     @property
-    def is_unheard(self) -> bool:
+    def output_closed(self) -> bool:
         """Whether the reader of the output has gone away."""
         return self._console.quiet
 

@@ -1,4 +1,4 @@
-"""Everything that watches a run, behind one object: the training loop never asks who is watching."""
+"""The observer of a run: one object for the console and all metric sinks, so that the loop does not depend on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Passes what happens to the console and to every sink. Without them (any rank but 0) it does nothing.
+    """Passes events to the console and to every sink. Without them (on all ranks but 0) it does nothing.
 
     with open_observer(...) as observer:
         observer.start(facts)
@@ -39,9 +39,9 @@ class Observer:
         self.close()
 
     @property
-    def is_unheard(self) -> bool:
-        """Whether the console's reader has gone away: then the run should stop."""
-        return self._console is not None and self._console.is_unheard
+    def output_closed(self) -> bool:
+        """Whether the reader of the console's output has gone away (a closed pipe): then the run should stop."""
+        return self._console is not None and self._console.output_closed
 
     def start(self, facts: StartFacts) -> None:
         """The run is about to begin."""

@@ -1,4 +1,8 @@
-"""A decoder laid out over ranks: the axes applied from the innermost outwards, then the weights made."""
+"""Where every parallelism is applied: `parallelize` builds this rank's part of a decoder, one axis after another.
+
+Each axis has its file here (data.py, tensor.py, context.py, expert.py, pipeline.py) and a twin in ledger/ that predicts
+its memory and traffic.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from fivefold.parallel.local import LocalParameter, initialize
 from fivefold.parallel.mesh import Groups
 from fivefold.parallel.pipeline import Pipeline, Samples, TiedCopy, rank_stages
 from fivefold.parallel.synchronise import Collectives
-from fivefold.parallel.tensor import PartialGradients, apply_tensor_parallel
+from fivefold.parallel.tensor import PartialGradients, tensor_parallel
 from fivefold.spec.legal import Resolved
 from fivefold.spec.parameters import Parameter, parameters
 from fivefold.spec.parts import copies, is_expert, part_of, shard_range, sharded_dim, tensor_copies
@@ -31,11 +35,12 @@ class ParallelModel:
     """The model as this rank runs it.
 
     Attributes:
-        parameters: what this rank keeps and updates.
-        counts_tokens: whether this rank is the one, of all that read the same tokens, that counts them.
-        counts_results: whether it is the one, of all that compute the same results, that adds them to sums over the
-            run.
-        pipeline: the stages of `module` and how a step runs them.
+        parameters: the parts that this rank keeps and updates.
+        partial: gradients of which each tensor-parallel rank computes a part.
+        counts_tokens: True on one of the ranks that read the same tokens, so that sums over all ranks count them once.
+        counts_results: True on one of the ranks that compute the same losses and routing counts, likewise.
+        pipeline: the schedule over this rank's stages; None without pipeline parallel.
+        tied_copy: the tied embedding, or the head that is a copy of it on another pipeline rank.
     """
 
     module: Decoder
@@ -48,7 +53,7 @@ class ParallelModel:
     tied_copy: TiedCopy | None = None
 
     def reduce_gradients(self) -> None:
-        """After the last backward of a step: gradients become those of the whole global batch. Collective."""
+        """Sums gradients over all ranks after the last backward of a step. Collective."""
         self.data.end_step()
         if self.tied_copy is not None:
             self.tied_copy.reduce()
@@ -56,7 +61,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Samples]) -> float:
-        """The summed loss of this rank's micro-batches; under a pipeline, on the last stage's rank, else 0."""
+        """The summed loss of this rank's micro-batches; under a pipeline 0 on all ranks but the last stage's."""
         if self.pipeline is None:
             losses = [self.module(batch.inputs) for batch in micro_batches]
         else:
@@ -66,7 +71,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int]) -> Tensor:
-        """Of the token that follows `tokens`, `[vocabulary]`, on every rank. Collective."""
+        """Logits of the token that follows `tokens`, `[vocabulary]`, on every rank. Collective."""
         if self.pipeline is None:
             return next_logits(self.module)(tokens)
         with self.data.gathered():
@@ -74,9 +79,9 @@ class ParallelModel:
 
 
 def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.device) -> ParallelModel:
-    """Builds the model of a config on this rank, with its initial weights.
+    """Builds this rank's part of the model of a config, with its initial weights. Collective.
 
-    Nothing is allocated before the axes have divided it: a rank only ever holds its own part.
+    The decoder starts on the meta device: memory is allocated for a rank's own part of each parameter only.
     """
     config, mesh, at = resolved.config, resolved.mesh, resolved.mesh.coordinates(rank)
     parallel = config.parallel
@@ -84,18 +89,18 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
     with torch.device("meta"):
         decoder = Decoder(config.model, parallel.recompute, list(stages.values()))
     specs = {spec.name: spec for spec in parameters(config.model)}
-    split = _Split(resolved, groups, rank, device)
-    units = [split.unit(module, owned, specs) for module, owned in _owned(decoder)]
+    sharding = _Sharding(resolved, groups, rank, device)
+    units = [sharding.unit(module, owners, specs) for module, owners in _parameters_by_unit(decoder)]
     if groups.cp is not None:
         context_parallel(decoder, groups.cp, parallel)
     if groups.ep is not None:
         expert_parallel(decoder, groups.ep)
     decoder.tie()
     if groups.tp is not None:
-        apply_tensor_parallel(decoder, groups.tp, parallel)
+        tensor_parallel(decoder, groups.tp, parallel)
     data = DataParallel(units, parallel.zero, overlap=groups.pp is None)
-    held = [split.held[name] for name in specs if name in split.held]
-    for parameter in held:
+    local = [sharding.local[name] for name in specs if name in sharding.local]
+    for parameter in local:
         initialize(parameter, config.run.seed)
     _zero_buffers(decoder, master_dtype(config.precision), device)
     data.updated()
@@ -108,12 +113,12 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
     if groups.embedding is not None:
         shards = groups.shard.size() if groups.shard else 1
         per_tp = -(-config.model.vocab // mesh.tp)
-        tied_copy = TiedCopy(split.held["embedding.weight"], groups.embedding, -(-per_tp // shards))
+        tied_copy = TiedCopy(sharding.local["embedding.weight"], groups.embedding, -(-per_tp // shards))
     return ParallelModel(
         decoder,
         data,
-        held,
-        PartialGradients(resolved, groups, held),
+        local,
+        PartialGradients(resolved, groups, local),
         counts_tokens=at["tp"] == at["pp"] == 0,
         counts_results=at["tp"] == 0,
         pipeline=pipeline,
@@ -121,8 +126,12 @@ def parallelize(resolved: Resolved, groups: Groups, rank: int, device: torch.dev
     )
 
 
-class _Split:
-    """Gives modules the parameters that the layout table and ZeRO leave to this rank."""
+class _Sharding:
+    """Replaces the parameters of modules by this rank's parts, as the layout table and ZeRO say.
+
+    Attributes:
+        local: the parts made so far, by parameter name.
+    """
 
     def __init__(self, resolved: Resolved, groups: Groups, rank: int, device: torch.device) -> None:
         self._resolved = resolved
@@ -137,47 +146,48 @@ class _Split:
 
         self._dense = Division(over(groups.shard), over(groups.replicate), zero, *types)
         self._expert = Division(over(groups.expert_shard), over(groups.expert_replicate), zero, *types)
-        self.held: dict[str, LocalParameter] = {}
+        self.local: dict[str, LocalParameter] = {}
 
-    def unit(self, module: nn.Module, owned: dict[str, nn.Module], specs: dict[str, Parameter]) -> Unit:
-        """Replaces the parameters of `owned` (global name → the module that has it)."""
+    def unit(self, module: nn.Module, owners: dict[str, nn.Module], specs: dict[str, Parameter]) -> Unit:
+        """The parameters of one unit; `owners`: parameter name → the module inside the unit that has it."""
         model = self._resolved.config.model
-        chosen = [specs[name] for name in owned]
+        chosen = [specs[name] for name in owners]
         experts = [spec for spec in chosen if is_expert(model, spec)]
         dense = [spec for spec in chosen if not is_expert(model, spec)]
         buckets = [
-            self._bucket(some, division, owned)
+            self._bucket(some, division, owners)
             for some, division in ((dense, self._dense), (experts, self._expert))
             if some
         ]
         return Unit(module, buckets)
 
-    def _bucket(self, specs: Sequence[Parameter], division: Division, owned: dict[str, nn.Module]) -> Bucket:
+    def _bucket(self, specs: Sequence[Parameter], division: Division, owners: dict[str, nn.Module]) -> Bucket:
         config, mesh = self._resolved.config, self._resolved.mesh
         ep, zero = config.parallel.ep, config.parallel.zero
         parts = [part_of(config.model, spec, mesh, ep, self._rank) for spec in specs]
         bucket = Bucket([part.shape for part in parts], division, self._device)
         if division.replicate is not None:
             made = compressor(compression_of(config.parallel), corrected_momentum(config), config.run.seed)
-            # Copies over tp must stay equal, and compression treats a parameter by what is beside it in its bucket.
+            # Copies over tp must stay equal, but what compression makes of a parameter depends on the other parameters
+            # in its bucket, which differ between tp ranks: so copies are summed uncompressed.
             copied = {spec.name for spec in specs if tensor_copies(config.model, spec, mesh.tp) > 1}
             sets, tp = ep if division is self._expert else 1, mesh.coordinates(self._rank)["tp"]
             place = tp * sets + mesh.expert_rank(self._rank, sets), mesh.tp * sets
             bucket.compress(made, [spec.name for spec in specs], copied, place)
         for spec, part, parameter, value in zip(specs, parts, bucket.parameters, bucket.values, strict=True):
-            setattr(owned[spec.name], spec.name.rpartition(".")[2], parameter)
+            setattr(owners[spec.name], spec.name.rpartition(".")[2], parameter)
             dim = sharded_dim(part.shape, bucket.shards)
             own = part.narrow(dim, *shard_range(part.shape[dim], bucket.shards, bucket.index))
             number = copies(config.model, spec, mesh, ep, zero)
             if spec.name == "embedding.weight" and is_tied_apart(config.model, config.parallel, mesh):
                 number *= 2
             shards = division.shard.group if division.shard else None
-            self.held[spec.name] = LocalParameter(spec, own, value, number, shards, self._tensor)
+            self.local[spec.name] = LocalParameter(spec, own, value, number, shards, self._tensor)
         return bucket
 
 
-def _owned(decoder: Decoder) -> list[tuple[nn.Module, dict[str, nn.Module]]]:
-    """Units in forward order, the root first, each with its parameters' names and the modules that have them."""
+def _parameters_by_unit(decoder: Decoder) -> list[tuple[nn.Module, dict[str, nn.Module]]]:
+    """Units (the root, then each layer) in forward order, each with parameter name → the module that has it."""
     found: dict[nn.Module, dict[str, nn.Module]] = {decoder: {}}
     found |= {layer: {} for layer in decoder.layers.values()}
     for path, module in decoder.named_modules():

@@ -1,8 +1,10 @@
-"""Context parallel: every rank holds some tokens of each sequence, attention sees them all.
+"""Context parallel: each rank holds some tokens of every sequence, and attention sees all of them (ring.py,
+ulysses.py).
 
-Sequences that cp does not divide are cut unevenly (`spec.sequence`): nothing is padded but messages, to the
-length of the fullest rank's. All else in a layer works token by token, but for the routers' auxiliary loss: it
-is one of whole sequences, so how often each expert was chosen is summed over the ranks.
+Sequences that cp does not divide are split unevenly (`spec.sequence`): only messages are padded, to the length of the
+rank with the most tokens. Everything else in a layer works token by token, except for the routers' auxiliary loss,
+which is defined on whole sequences: the counts of each expert's choices are summed over the ranks. Twin:
+ledger/context.py.
 """
 
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from fivefold.parallel.ulysses import Ulysses
 
 
 def context_parallel(decoder: Decoder, group: ProcessGroup, parallel: Parallel) -> None:
-    """Has the attention of every layer see the tokens of all ranks of `group`."""
+    """Makes every layer's attention, and its router's counts, run over the tokens of all ranks of `group`."""
 
     def sum_choices(choices: Tensor) -> Tensor:
         dist.all_reduce(choices, group=group)
@@ -32,7 +34,7 @@ def context_parallel(decoder: Decoder, group: ProcessGroup, parallel: Parallel) 
 
 
 def context_core(group: ProcessGroup, parallel: Parallel, core: Core) -> Core:
-    """An attention core over the ranks of a group, from `core` on whole sequences."""
+    """The attention core over the ranks of a group; `core` is the one for whole sequences."""
     if parallel.context == "ulysses":
         return Ulysses(group, core)
     return Ring(group, core, parallel.recompute == "attention")

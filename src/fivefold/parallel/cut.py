@@ -1,4 +1,4 @@
-"""How sequences are cut over the ranks of a context-parallel group."""
+"""How context parallel divides sequences: which tokens each rank of the group holds."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from fivefold.spec.sequence import Kind, Span, most_tokens, spans
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How sequences of `length` tokens lie on the ranks of a group. Ranks are those within the group."""
+    """Sequences of `length` tokens divided over the ranks of a group; ranks are numbered within the group."""
 
     group: dist.ProcessGroup
     kind: Kind
@@ -20,8 +20,8 @@ class Cut:
 
     @staticmethod
     def of_whole(group: dist.ProcessGroup, kind: Kind, query: Tensor, segments: Segments) -> "Cut | None":
-        """How the sequences that `segments` tells of are cut; None where `query` `[batch, heads, tokens, head_dim]`
-        holds all of them (generation: every rank runs the whole text)."""
+        """The division of the sequences that `segments` describes; None if `query` `[batch, heads, tokens, head_dim]`
+        has all their tokens (in generation every rank runs the whole text)."""
         batch, _, tokens, _ = query.shape
         length = sum(segments.lengths) // batch
         return Cut(group, kind, length) if tokens < length else None
@@ -36,26 +36,26 @@ class Cut:
 
     @property
     def next(self) -> int:
-        """The rank that this one sends to."""
+        """The next rank of the ring, to which this one sends."""
         return (self.rank + 1) % self.cp
 
     def earlier(self) -> list[int]:
-        """The other ranks in the order in which their blocks come by."""
+        """The other ranks in the order in which their blocks arrive around the ring."""
         return [(self.rank - hop) % self.cp for hop in range(1, self.cp)]
 
     @property
     def most(self) -> int:
-        """Tokens of the fullest rank."""
+        """Tokens of the rank that has the most."""
         return most_tokens(self.length, self.cp)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """What a rank of the group holds."""
+        """The spans of every sequence that a rank holds."""
         return spans(self.length, self.cp, rank, self.kind)
 
     def tokens(self, rank: int) -> int:
-        """How much that is."""
+        """How many tokens of every sequence a rank holds."""
         return sum(stop - start for start, stop in self.spans(rank))
 
     def of(self, whole: Tensor, rank: int) -> Tensor:
-        """A rank's part of `whole` `[batch, length]`."""
+        """A rank's tokens out of `whole` `[batch, length]`."""
         return torch.cat([whole[:, start:stop] for start, stop in self.spans(rank)], dim=1)

@@ -1,8 +1,8 @@
-"""Expert parallel: every rank owns some experts whole, tokens travel to them and back. No token is dropped.
+"""Expert parallel: each rank owns whole experts; tokens are sent to them and results back. No token is dropped.
 
-Rows are sorted by expert, so those of a rank's experts lie together: one all-to-all of how many rows go to each
-expert, one of the rows, one of the results (GShard, Lepikhin et al. 2020; dropless: MegaBlocks, Gale et al. 2023).
-Every rank takes part in each, also with nothing to send or to compute.
+Rows are sorted by expert, so the rows for one rank are contiguous. Three all-to-alls: the number of rows for each
+expert, the rows, the results (GShard, Lepikhin et al. 2020; dropless: MegaBlocks, Gale et al. 2023). Every rank takes
+part in each, even with no rows to send or to compute. Twin: ledger/expert.py.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ from fivefold.nn.experts import Compute, Experts
 
 
 def expert_parallel(decoder: Decoder, group: ProcessGroup) -> None:
-    """Deals the experts of every layer over `group`; its ranks own them in order."""
+    """Distributes the experts of every layer over `group`, in rank order."""
     for module in decoder.modules():
         if isinstance(module, Experts):
             module.exchange = Exchange(group)
 
 
 class Exchange:
-    """Computes rows where their experts are; in place of `nn.experts.here`."""
+    """Dispatches rows to the ranks of their experts and combines the results; replaces `nn.experts.here`."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -43,7 +43,7 @@ class Exchange:
 
 
 class _AllToAll(torch.autograd.Function):
-    """`[rows, hidden]`: the first leaving[0] rows go to rank 0, and so on; rows arrive in order of rank."""
+    """`[rows, hidden]`: the first `leaving[0]` rows go to rank 0, and so on; rows arrive in rank order."""
 
     @staticmethod
     def forward(
@@ -54,8 +54,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(slope, ctx.arriving, ctx.leaving, ctx.group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(grad, ctx.arriving, ctx.leaving, ctx.group), None, None, None
 
 
 def _all_to_all(rows: Tensor, leaving: list[int], arriving: list[int], group: ProcessGroup) -> Tensor:

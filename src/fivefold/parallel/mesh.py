@@ -1,4 +1,4 @@
-"""The mesh of axes as torch's process groups."""
+"""Process groups for the axes of the mesh (`spec.mesh`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ MakeGroup = Callable[[Sequence[int], str], ProcessGroup]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups this rank is in, by axis; None where it would be alone.
+    """This rank's group on each axis; None for a group of one rank.
 
     Attributes:
-        replicate: ranks that hold the same shards, whose gradients are summed. With zero 0 nothing is split, and
-            it holds every rank of the data and context axes.
-        shard: ranks that ZeRO splits over; None with zero 0.
-        expert_replicate, expert_shard: the same, of those ranks that own the same experts.
-        tp_copies: ranks of tp that hold the same KV heads, where there are fewer of these than ranks.
-        embedding: the two ranks that hold a tied embedding and its copy, the head.
-        per_host: ranks a host, consecutive in the run; 0 = all on one.
+        replicate: ranks that hold the same shards; gradients are summed over them. With zero 0 nothing is sharded, and
+            these are all ranks of the data and context axes.
+        shard: ranks that ZeRO shards over; None with zero 0.
+        expert_replicate, expert_shard: the same two for experts: only ranks that own the same experts.
+        tp_copies: tensor-parallel ranks that hold the same KV heads, where there are more ranks than KV heads.
+        embedding: the two pipeline ranks that hold a tied embedding and its copy, the head.
+        per_host: ranks per host, consecutive in the run; 0 = all on one host.
     """
 
     pp: ProcessGroup | None = None
@@ -40,14 +40,14 @@ class Groups:
 
 
 def new_group(ranks: Sequence[int], axis: str) -> ProcessGroup:
-    """A group of `ranks` that is called `axis` wherever its traffic is told. Collective among `ranks` only."""
+    """A group of `ranks` whose traffic is recorded under `axis`. Collective over `ranks` only."""
     group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
     assert isinstance(group, ProcessGroup)
     return group
 
 
 def groups(resolved: Resolved, rank: int, per_host: int = 0, make: MakeGroup = new_group) -> Groups:
-    """This rank's groups, made axis by axis in one order on every rank. Collective."""
+    """This rank's groups, made in the same order of axes on every rank. Collective."""
     config, mesh = resolved.config, resolved.mesh
     ep, zero = config.parallel.ep, config.parallel.zero
     shard_axis = "dp_shard" if mesh.cp == 1 else "dp_shard_cp"
@@ -90,6 +90,7 @@ def groups(resolved: Resolved, rank: int, per_host: int = 0, make: MakeGroup = n
         per_host=per_host,
     )
     if between:
-        # torch names groups by how many a rank has: without one, those made later would have other names here.
+        # torch names a group by the number of groups that the rank has made: ranks of the stages between make one too,
+        # or the names of later groups would differ between ranks.
         make(between, "embedding")
     return found

@@ -1,10 +1,10 @@
-"""Ring attention (Liu et al. 2023) on a zigzag cut.
+"""Ring attention (Liu et al. 2023) with the zigzag division of sequences, which balances causal work.
 
-Keys and values go once around; each rank attends its queries to what it has at hand while the next block is on
-its way, and results are joined by their normalisers (log Σ exp). Backward sends keys and values around again,
-with their gradients one hop behind, each block's last hop bringing its gradient home.
+Keys and values are passed once around the ring. Each rank computes attention of its queries to the block it has while
+the next one arrives, and merges partial results by their normalisers (log Σ exp). Backward passes keys and values
+around again, each block's gradient following one hop behind; the last hop returns it to the block's owner.
 
-Keys and values travel in the compute type and with their own heads, not those of the queries; their gradients in
+Keys and values are sent in the compute dtype, once per KV head (not repeated for the query heads); their gradients in
 at least float32.
 """
 
@@ -26,10 +26,9 @@ from fivefold.spec.sequence import front_tokens, keeps_probabilities
 
 
 class Ring:
-    """Ring attention over `group`, and `core` where a rank has whole sequences.
+    """Ring attention over `group`; `core` is used where a rank has whole sequences (generation).
 
-    With `recompute_attention` no probabilities are kept, so that backward computes them again and sends no more
-    than without.
+    With `recompute_attention` probabilities are not saved: backward computes them again, without further messages.
     """
 
     def __init__(self, group: ProcessGroup, core: Core, recompute_attention: bool) -> None:
@@ -39,7 +38,7 @@ class Ring:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
         """query and the result `[batch, heads, tokens, head_dim]`, key and value `[batch, kv_heads, tokens,
-        head_dim]`: this rank's tokens; `segments` of whole sequences."""
+        head_dim]`: this rank's tokens. `segments` describes whole sequences."""
         cut = Cut.of_whole(self.group, "ring", query, segments)
         if cut is None:
             return self.core(query, key, value, segments)
@@ -55,10 +54,10 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class _Pairing:
-    """The part of this rank's queries that sees keys of rank `source`, and those keys.
+    """Which of this rank's queries see which keys of rank `source`.
 
-    The queries come after all of an earlier rank's front chunk and before its back chunk; of a later rank's
-    keys the back queries see both chunks and the front ones none.
+    In the zigzag division each rank has a front and a back chunk. All queries see the front chunk of an earlier rank
+    and none see its back chunk; only the back queries see a later rank's keys, and they see both chunks.
     """
 
     queries: slice
@@ -110,24 +109,24 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cut: Cut = ctx.cut
         query, key, value, out, normalizer, *rest = ctx.saved_tensors
-        slope = slope.to(normalizer.dtype)
+        grad = grad.to(normalizer.dtype)
         work = _Backward(
             cut,
             ctx.documents,
-            query.to(slope.dtype),
+            query.to(grad.dtype),
             normalizer,
-            slope,
-            (slope * out).sum(dim=-1, keepdim=True),
+            grad,
+            (grad * out).sum(dim=-1, keepdim=True),
         )
         own, kept = (rest[: cut.cp], iter(rest[cut.cp :])) if ctx.keep else ([None] * cut.cp, iter(()))
         pieces = [(one, list(islice(kept, count))) for one, count in zip(own, ctx.counts, strict=True)]
         block = _packed(key, value, cut.most)
         message = _Message.pass_on(block, cut)
         mine = work.piece(block, cut.rank, *pieces[0])
-        gradient: _Message | None = None  # of the block at hand: what the ranks before have added up
+        gradient: _Message | None = None  # of the current block: the sum over the ranks it has passed
         for hop, source in enumerate(cut.earlier(), start=1):
             block = message.wait()
             if source != cut.next:
@@ -138,8 +137,8 @@ class _RingAttention(torch.autograd.Function):
             gradient = _Message.pass_on(total, cut)
         if gradient:
             mine += gradient.wait()
-        key_slope, value_slope = mine[:, :, : key.shape[1]].to(key.dtype).unbind()
-        return work.query_slope.to(query.dtype), key_slope, value_slope, None, None, None
+        key_grad, value_grad = mine[:, :, : key.shape[1]].to(key.dtype).unbind()
+        return work.query_grad.to(query.dtype), key_grad, value_grad, None, None, None
 
 
 def _attend(queries: Tensor, block: Tensor, pair: _Pairing, keep: bool) -> Piece:
@@ -156,38 +155,38 @@ class _Backward:
         documents: Tensor | None,
         query: Tensor,
         normalizer: Tensor,
-        slope: Tensor,
+        grad: Tensor,
         mean: Tensor,  # Σ_j p_ij · dp_ij
     ) -> None:
         self.cut, self.documents = cut, documents
-        self.query, self.normalizer, self.slope, self.mean = query, normalizer, slope, mean
-        self.query_slope = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        self.query, self.normalizer, self.grad, self.mean = query, normalizer, grad, mean
+        self.query_grad = torch.zeros_like(query, memory_format=torch.contiguous_format)
 
     def piece(self, block: Tensor, source: int, own: Tensor | None, kept: list[Tensor]) -> Tensor:
-        """Gradients of `block`, `[2, n, most, head_dim]`, by this rank's queries; adds to theirs.
+        """This rank's contribution to the gradient of `block` `[2, n, most, head_dim]`; adds to the queries' gradient.
 
         Args:
-            own: the piece's own normaliser where its probabilities were kept.
+            own: the piece's own normaliser if its probabilities were saved, else None.
         """
         pair = _Pairing.of(self.cut, source, self.documents)
         at = (slice(None), slice(None), pair.queries)
         keys, values = block[:, :, pair.keys].to(self.query.dtype).unbind()
-        query, slope, mean, normalizer = self.query[at], self.slope[at], self.mean[at], self.normalizer[at]
+        query, grad, mean, normalizer = self.query[at], self.grad[at], self.mean[at], self.normalizer[at]
         if own is None:
-            found = blocked.attend_backward_again(query, keys, values, pair.visible, normalizer, slope, mean)
+            found = blocked.attend_backward_again(query, keys, values, pair.visible, normalizer, grad, mean)
         else:
             share = (own - normalizer).exp_()
             found = blocked.attend_backward(
-                query, keys, values, pair.visible, kept, slope * share, mean * share
+                query, keys, values, pair.visible, kept, grad * share, mean * share
             )
-        self.query_slope[at] += found.query
+        self.query_grad[at] += found.query
         gradient = block.new_zeros(block.shape, dtype=self.query.dtype)
         gradient[0, :, pair.keys], gradient[1, :, pair.keys] = found.key, found.value
         return gradient
 
 
 def _join(out: Tensor, normalizer: Tensor, piece: Piece) -> None:
-    """Adds a piece to the result over the keys so far, in place; every query has seen a key by then."""
+    """Merges a piece into the result over the keys so far, in place; every query has seen at least one key by then."""
     joined = torch.logaddexp(normalizer, piece.normalizer)
     out.mul_((normalizer - joined).exp_())
     out.addcmul_(piece.out, (piece.normalizer - joined).exp_())
@@ -204,9 +203,9 @@ def _packed(key: Tensor, value: Tensor, most: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A block on its way to the next rank of the ring, and another from the rank before."""
+    """A block being sent to the next rank of the ring, and one being received from the previous rank."""
 
-    sent: Tensor  # must live until it has left
+    sent: Tensor  # must stay alive until the send has finished
     received: Tensor
     works: list[Any]
 
@@ -223,7 +222,7 @@ class _Message:
         return _Message(block, received, works)
 
     def wait(self) -> Tensor:
-        """The block received, once the other has left too."""
+        """The received block; the send has finished too."""
         for work in self.works:
             work.wait()
         return self.received

@@ -1,7 +1,7 @@
 """The collectives of data parallel over one group: the backend's own, or a program's (`parallel.algorithm`).
 
-The backend's run in the background. A program is a list of messages that this rank sends and receives itself, round
-by round: it has ended when the call returns.
+The backend's are asynchronous. A program (`ledger.programs`) is a list of point-to-point messages, which this rank
+sends and receives round by round: it has finished when the call returns.
 """
 
 from typing import Protocol
@@ -18,23 +18,23 @@ from fivefold.spec.synchronisation import Algorithm, Collective
 
 
 class Pending(Protocol):
-    """What is under way."""
+    """A collective that may still be running."""
 
     def wait(self) -> object: ...
 
 
 class Done:
-    """Nothing is under way any more."""
+    """A collective that has finished."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Returns immediately."""
 
 
 class Collectives:
-    """Every call is collective over `group`; tensors are flat, and the result is there after `wait` of what it returns.
+    """Collectives over `group`. Tensors are flat; a result is complete after `wait` on what the call returns.
 
     Args:
-        per_host: ranks a host, consecutive in the run; 0 = all on one.
+        per_host: ranks per host, consecutive in the run; 0 = all on one host.
     """
 
     def __init__(self, group: ProcessGroup, algorithm: Algorithm, per_host: int) -> None:

@@ -1,14 +1,19 @@
 """Tensor parallel (Shoeybi et al. 2019) and sequence parallel (Korthikanti et al. 2022).
 
-Every rank of the group computes a part of each region: its heads of attention, its columns of the feed-forward and of
-every expert, its rows of the vocabulary. What passes between ranks is the residual stream, twice a layer forward and
-twice backward. Without sequence parallel each rank holds the stream whole: entering a region is free, its
-gradients are summed; leaving it sums. With it each rank holds the stream of its run of the micro-batch's tokens:
-entering gathers and leaving reduce-scatters, and the reverse in backward. Runs are of tokens, not of rows' positions,
-so they are contiguous in memory on both sides; tokens that do not divide are filled up with zeros at the end of
-the last runs, which no region sees and no gradient comes from.
+Each rank computes a part of every region: some heads of attention, some columns of the feed-forward and of each expert,
+some rows of the vocabulary. A layer has two regions, attention and feed-forward. Ranks communicate where it enters and
+leaves them; backward does the reverse:
 
-The functions below communicate and have no weights: schedules that split backward run a node with weights twice.
+                                enter a region                  leave it
+    without sequence parallel   identity (backward all-reduce)  all-reduce (backward identity)
+    with sequence parallel      all-gather                      reduce-scatter
+
+Without sequence parallel each rank holds the whole residual stream, with it the stream of a contiguous run of the
+micro-batch's flattened tokens. Tokens that the ranks do not divide are padded with zeros at the end of the last runs;
+regions never see the padding, and no gradient comes from it.
+
+The autograd functions below only communicate. They hold no weights, because schedules that split backward run a node
+with weights twice. Twin: ledger/tensor.py.
 """
 
 from collections.abc import Sequence
@@ -30,9 +35,9 @@ from fivefold.spec.legal import Resolved
 from fivefold.spec.parts import shard_range
 
 
-def apply_tensor_parallel(decoder: Decoder, group: dist.ProcessGroup, layout: Parallel) -> None:
-    """Makes `decoder`, whose parameters are this rank's parts, compute in regions over `group`."""
-    # What recomputation keeps, here the outputs of projections, must not be summed in place.
+def tensor_parallel(decoder: Decoder, group: dist.ProcessGroup, layout: Parallel) -> None:
+    """Makes `decoder`, whose parameters are this rank's parts, compute regions over `group`."""
+    # Selective recomputation saves the outputs of projections, so these must not be reduced in place.
     in_place = layout.recompute != "elementwise"
 
     def region_of(shape: tuple[int, int]) -> Region:
@@ -52,7 +57,7 @@ def apply_tensor_parallel(decoder: Decoder, group: dist.ProcessGroup, layout: Pa
 
 
 def vocabulary_shard(vocab: int, group: dist.ProcessGroup) -> VocabularyShard:
-    """This rank's rows of a vocabulary."""
+    """The vocabulary rows of this rank."""
     first, end = shard_range(vocab, group.size(), group.rank())
     most = shard_range(vocab, group.size(), 0)[1]
 
@@ -63,7 +68,8 @@ def vocabulary_shard(vocab: int, group: dist.ProcessGroup) -> VocabularyShard:
 
 
 class PartialGradients:
-    """The gradients of which each rank of tp computes a part: summed once a step, after the data axes have."""
+    """Gradients of replicated parameters of which each tensor-parallel rank computes a part (norms under sequence
+    parallel, shared KV heads, …): summed once per step, after the reduction over the data axes."""
 
     def __init__(self, resolved: Resolved, groups: Groups, parameters: Sequence[LocalParameter]) -> None:
         model, layout, tp = resolved.config.model, resolved.config.parallel, resolved.mesh.tp
@@ -78,7 +84,7 @@ class PartialGradients:
                 self._sums.append((group, values))
 
     def sum(self) -> None:
-        """One all-reduce a group. Collective over tp."""
+        """One all-reduce per group. Collective over tp."""
         for group, values in self._sums:
             gradients = [value.grad for value in values if value.grad is not None]
             if not gradients:
@@ -91,24 +97,23 @@ class PartialGradients:
 
 
 class TensorParallelRegion(Region):
-    """A region outside of which every rank holds the residual stream whole."""
+    """A region without sequence parallel: outside it every rank holds the whole residual stream."""
 
     def __init__(self, group: dist.ProcessGroup, *, in_place: bool) -> None:
         self.group, self.in_place = group, in_place
 
     def enter(self, x: Tensor) -> Tensor:
-        """As it is; its gradient is summed."""
+        """Identity; backward all-reduces the gradient."""
         return _SumGradients.apply(x, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
     def leave(self, x: Tensor) -> Tensor:
-        """Summed; may overwrite `x`."""
+        """All-reduce; may overwrite `x`. Backward is the identity."""
         return _Sum.apply(x, self.group, self.in_place)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class SequenceParallelRegion(Region):
-    """A region outside of which every rank holds the residual stream of a run of tokens, `[tokens / ranks, hidden]`.
-
-    Runs are equal in length: the last ones are filled up.
+    """A region with sequence parallel: outside it every rank holds the residual stream of a run of tokens,
+    `[tokens / ranks, hidden]`. Runs have equal length; the last ones are padded.
     """
 
     def __init__(self, group: dist.ProcessGroup, shape: tuple[int, int]) -> None:
@@ -129,8 +134,8 @@ class SequenceParallelRegion(Region):
         return (-(-shape[0] * shape[1] // self.group.size()), hidden)
 
     def own(self, per_token: Tensor) -> Tensor:
-        """`[sequence]` or `[batch, sequence]` → `[tokens / ranks]`; 0 where the run is filled up."""
-        tokens = _filled(per_token.expand(self.shape).reshape(-1), self.group.size())
+        """`[sequence]` or `[batch, sequence]` → `[tokens / ranks]`; 0 where the run is padded."""
+        tokens = _padded(per_token.expand(self.shape).reshape(-1), self.group.size())
         return tokens.chunk(self.group.size())[self.group.rank()]
 
 
@@ -141,11 +146,11 @@ class _SumGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        # In place: the engine summed it from the region's branches, and nothing else holds it.
-        slope = slope.contiguous()
-        dist.all_reduce(slope, group=ctx.group)
-        return slope, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # In place: autograd has accumulated it from the region's branches, and nothing else refers to it.
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
 
 
 class _Sum(torch.autograd.Function):
@@ -156,8 +161,8 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        return slope, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -169,8 +174,8 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x.contiguous(), group)[:tokens]
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(slope, ctx.group), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(grad, ctx.group), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -182,8 +187,8 @@ class _ReduceScatter(torch.autograd.Function):
         return _reduce_scatter(x, group)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(slope.contiguous(), ctx.group)[: ctx.tokens], None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad.contiguous(), ctx.group)[: ctx.tokens], None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -194,14 +199,14 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's run of the sum of every rank's `x` along dim 0, filled up to a multiple of the ranks."""
-    filled = _filled(x, group.size()).contiguous()
+    """This rank's run, along dim 0, of the sum of every rank's `x`, padded to a multiple of the ranks."""
+    filled = _padded(x, group.size()).contiguous()
     out = filled.new_empty(filled.shape[0] // group.size(), *filled.shape[1:])
     dist.reduce_scatter_single(out, filled, group=group)
     return out
 
 
-def _filled(x: Tensor, ranks: int) -> Tensor:
-    """`x` with zeros at the end of dim 0, so that the ranks divide it."""
+def _padded(x: Tensor, ranks: int) -> Tensor:
+    """`x` with dim 0 padded with zeros to a multiple of `ranks`."""
     lacking = -x.shape[0] % ranks
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, lacking)) if lacking else x

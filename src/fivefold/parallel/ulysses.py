@@ -1,5 +1,5 @@
-"""Ulysses (Jacobs et al. 2023): an all-to-all gives each rank the whole sequence of some heads, another gives its
-tokens back."""
+"""Ulysses (Jacobs et al. 2023): one all-to-all gives each rank the whole sequence for some heads, another returns
+its own tokens of all heads."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from fivefold.nn.attention import Core, Segments
-from fivefold.nn.by_hand import by_hand
+from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.parallel.cut import Cut
 
 
 class Ulysses:
     """All-to-all over heads around an attention core on whole sequences.
 
-    Where there are fewer KV heads than ranks, each goes to all the ranks that need it.
+    With fewer KV heads than ranks, each KV head is sent to every rank that needs it.
     """
 
     def __init__(self, group: ProcessGroup, core: Core) -> None:
@@ -33,9 +33,8 @@ class Ulysses:
         heads = [part.shape[2] for part in parts]
         whole: Tensor = _GatherSequence.apply(torch.cat(parts, dim=2), cut)  # type: ignore[no-untyped-call]
         query, key, value = torch.split(whole, heads, dim=1)
-        if heads[1] == 1 and by_hand(
-            query
-        ):  # as a view, one head would keep all that came with it for backward
+        if heads[1] == 1 and uses_manual_backward(query):
+            # A single head is a view: saving it for backward would keep the whole gathered tensor alive.
             key, value = key.clone(), value.clone()
         out = self.core(query, key, value, segments)
         back: Tensor = _ScatterSequence.apply(out, cut)  # type: ignore[no-untyped-call]
@@ -81,8 +80,8 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return _scatter_sequence(slope, ctx.cut), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scatter_sequence(grad, ctx.cut), None
 
 
 class _ScatterSequence(torch.autograd.Function):
@@ -93,5 +92,5 @@ class _ScatterSequence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
-        return _gather_sequence(slope, ctx.cut), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_sequence(grad, ctx.cut), None

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.ledger.job import Job
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.pipeline import Costs, Stage

@@ -23,13 +23,13 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     corrected = corrected_momentum(config)
     momentum = config.optimizer.momentum and not corrected
     moments = {"adamw": 2, "muon": 2, "sgd": 1 if momentum else 0}[config.optimizer.name]
-    by_hand = on.device.is_cpu and item >= 4  # as nn/by_hand.py has it
+    manual_backward = on.device.is_cpu and item >= 4  # as nn/manual_backward.py has it
     length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
     seen = most_tokens(length, cp) if config.parallel.context == "ring" else length
-    blocked = by_hand and keeps_probabilities(length, seen) and not config.model.latent.kv_rank
+    blocked = manual_backward and keeps_probabilities(length, seen) and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
-        by_hand=by_hand,
+        manual_backward=manual_backward,
         dropout=config.model.dropout > 0,
         compute_copy=item if item != exact else 0,
         shard_apart=True,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from fivefold.config.errors import BadInput
-from fivefold.config.tree import Experts, LatentAttention, Model
+from fivefold.config.model import Experts, LatentAttention, Model
 from fivefold.ledger import hardware
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.job import Job, Recompute

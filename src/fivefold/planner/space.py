@@ -6,7 +6,8 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from fivefold.config.errors import ConfigError
-from fivefold.config.tree import Model, Parallel
+from fivefold.config.model import Model
+from fivefold.config.tree import Parallel
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.job import Stack
 from fivefold.spec import schedules

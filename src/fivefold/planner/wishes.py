@@ -17,8 +17,6 @@ from fivefold.spec.legal import check_algorithm, check_compression, check_layout
 from fivefold.spec.mesh import AXES, Mesh
 from fivefold.spec.ramp import plan_course
 
-FREE_BY_DEFAULT = Parallel()
-
 
 def wish_of(config: Config, written: frozenset[str]) -> Wish:
     """The wish of a config. Keys of [parallel] that the file or an override writes (other than -1) are fixed,

@@ -1,4 +1,4 @@
-"""The ledger held against what ranks measured: bytes that crossed each link, memory by category."""
+"""Compares the ledger with what ranks measured: bytes by axis and collective, memory by category."""
 
 import dataclasses
 from collections import Counter
@@ -10,8 +10,6 @@ from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate, traffic_of
 from fivefold.observe.memory import MemoryByCategory
 from fivefold.spec.schedules import SPLITS_BACKWARD
-
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 class Seen(Protocol):
@@ -43,8 +41,8 @@ class TrafficLine(NamedTuple):
 
 
 class MemoryLine(NamedTuple):
-    """Bytes of a category, each on the rank where it is most. `note` says what a difference comes from, or why nothing
-    was measured."""
+    """Bytes of a category, each on the rank where it is largest. `note` explains a difference, or why nothing was
+    measured."""
 
     category: str
     measured: int | None
@@ -53,11 +51,11 @@ class MemoryLine(NamedTuple):
 
 
 def traffic_lines(job: Job, found: Sequence[Seen]) -> list[TrafficLine]:
-    """Measured beside predicted, summed over the pipeline stages.
+    """Measured beside predicted bytes, summed over the pipeline stages.
 
-    What a rank sends to experts depends on routing: there it is the sum over all ranks of the stage that must be as
-    predicted. Else the rank at the beginning of every other axis, which holds the most, is asked; of a program's
-    messages, every rank that holds as much as that one must send what was predicted of it.
+    Compared are the bytes of each stage's first rank, which holds the most where shards are uneven. What a rank sends
+    to experts depends on routing: there the sum over all ranks of the stage is compared. With a program in place of
+    the backend's collectives (`parallel.algorithm`), ranks send different amounts, and all data ranks are compared.
     """
     job = dataclasses.replace(job, imbalance=1.0)
     lines: dict[tuple[str, str, str], TrafficLine] = {}
@@ -81,7 +79,7 @@ def traffic_lines(job: Job, found: Sequence[Seen]) -> list[TrafficLine]:
 
 
 def _predicted(job: Job, stage: int, place: int) -> dict[tuple[str, str, str], float]:
-    """Bytes by axis, primitive and phase of the rank at that place of the data and context axes."""
+    """Predicted bytes by axis, primitive and phase; `place`: the rank's number on the data and context axes."""
     found: dict[tuple[str, str, str], float] = {}
     for row in traffic_of(job, stage, place):
         name = row.axis, str(row.primitive), row.phase
@@ -90,7 +88,7 @@ def _predicted(job: Job, stage: int, place: int) -> dict[tuple[str, str, str], f
 
 
 def _wrong_messages(job: Job, stage: int, of_stage: Sequence[Seen]) -> set[tuple[str, str, str]]:
-    """Of a program in place of the backend's collectives: what some rank did not send as predicted."""
+    """With a program in place of the backend's collectives: the lines in which some rank's bytes differ."""
     if job.stack.algorithm == "backend":
         return set()
     wrong = set()
@@ -117,7 +115,7 @@ def _bytes(rows: Iterable[Row]) -> Counter[tuple[str, str, str]]:
 
 
 def memory_lines(job: Job, found: Sequence[Seen]) -> list[MemoryLine]:
-    """Measured beside predicted; of activations, what autograd and recomputation keep for backward."""
+    """Measured beside predicted bytes; activations are what autograd and recomputation save for backward."""
     if job.ep > 1:
         job = dataclasses.replace(job, imbalance=expert_load(job, found))
     ledger = estimate(job)
@@ -141,7 +139,7 @@ def memory_lines(job: Job, found: Sequence[Seen]) -> list[MemoryLine]:
 
 
 def transient_line(job: Job) -> MemoryLine:
-    """What passes: messages, and what a layer's backward needs for a moment."""
+    """The predicted buffers: messages, and temporaries of a layer's backward."""
     fullest = max(of_class.memory.buffers for of_class in estimate(job).ranks)
     return MemoryLine(
         "buffers", None, round(fullest), "messages and a layer's temporaries, which no list of tensors names"
@@ -149,8 +147,8 @@ def transient_line(job: Job) -> MemoryLine:
 
 
 def expert_load(job: Job, found: Sequence[Seen]) -> float:
-    """Rows that the experts of the busiest rank got in a step over the mean: what arrives is what combining sends back,
-    the rest of the forward's traffic is the same everywhere."""
+    """Rows that the experts of the busiest rank received in a step, over the mean. Derived from the bytes it sent: a
+    rank sends back as many rows as it received, and the rest of the forward's traffic is equal on all ranks."""
     mean = dataclasses.replace(job, imbalance=1.0)
     loads = [1.0]
     for of_rank in found:

@@ -1,4 +1,4 @@
-"""Batches that show faults: documents packed, labels masked very unevenly, some rows without any."""
+"""Batches that expose faults: packed documents, very unevenly masked labels, rows without any label."""
 
 import torch
 

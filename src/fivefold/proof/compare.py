@@ -1,4 +1,4 @@
-"""A layout's account held against that of one process: how far apart, where first, and what kind of wrong."""
+"""Compares the measurements of a layout with the single-process reference: errors, where first, which kind."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
-        wrong: names of what is beyond the bound, or differs between replicas, in one line each.
-        first: the first module, in forward or backward order, whose output or gradient is beyond the bound.
-        kind: what kind of wrong it is, where that can be told.
-        is_inexact: nothing is wrong but errors beyond the bound: ranks agree, and began alike.
+        wrong: everything that exceeds its bound, or differs between replicas, in one line each.
+        first: the first module, in forward or backward order, whose output or gradient exceeds its bound.
+        kind: the kind of error, if it is recognised.
+        is_inexact: errors beyond the bound are all that is wrong: initial values are equal and ranks agree.
     """
 
     errors: Errors
@@ -59,12 +59,12 @@ def compare(
     updated: float | None = None,
     later: float | None = None,
 ) -> Comparison:
-    """Every rank's account against the reference.
+    """Compares what every rank measured with the reference.
 
     Args:
-        bound: of everything, but for what is said otherwise.
-        updated: of what updates have changed: parameters and moments.
-        later: of loss and gradient norm in the steps after the first update.
+        bound: the largest error allowed.
+        updated: the same for parameters and moments after the updates; None = `bound`.
+        later: the same for loss and gradient norm in the steps after the first update; None = `bound`.
     """
     updated = bound if updated is None else updated
     later = bound if later is None else later
@@ -122,7 +122,7 @@ def compare(
 
 
 def updates_apart(found: Reference, expected: Reference) -> float:
-    """How far one process's parameters are from another's."""
+    """The largest error between the parameters of two references."""
     return max(_parameter_errors(_family(found.state, "model."), expected).values())
 
 
@@ -163,14 +163,14 @@ def _unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> lis
 
 
 def _relative(found: Sequence[float], expected: Sequence[float], skipped: Sequence[bool]) -> float:
-    """Over the steps that are not skipped."""
+    """The largest relative error over the steps that are not skipped."""
     steps = zip(found, expected, skipped, strict=True)
     apart = [abs(f - e) / max(abs(e), 1e-300) for f, e, is_skipped in steps if not is_skipped]
     return max((error if error == error else float("inf") for error in apart), default=0.0)
 
 
 def _decisions(found: Sequence[Measured], skipped: Sequence[bool]) -> list[str]:
-    """What every rank must have decided alike, and as one process does."""
+    """Decisions (loss, norm, skips) in which ranks disagree with each other or with the reference."""
     wrong = []
     for what in ("loss", "grad_norm"):
         told = [_numbers(getattr(of_rank, what)) for of_rank in found]
@@ -185,7 +185,7 @@ def _decisions(found: Sequence[Measured], skipped: Sequence[bool]) -> list[str]:
 
 
 def _numbers(values: Sequence[float]) -> list[float | None]:
-    """To be compared: NaN equals itself."""
+    """The values, comparable by ==: NaN becomes None."""
     return [value if value == value else None for value in values]
 
 
@@ -222,7 +222,7 @@ def _first(
 
 
 def kind_of(found: Tensor, expected: Tensor, pieces: Sequence[Sent] = ()) -> str | None:
-    """What kind of wrong `found` is: zero, a constant factor, one shard only, shards in another order.
+    """The kind of error of `found`: zero, a constant factor, some shards only, shards in another order.
 
     Args:
         pieces: the parts that ranks hold.
@@ -254,7 +254,7 @@ def kind_of(found: Tensor, expected: Tensor, pieces: Sequence[Sent] = ()) -> str
 
 
 def _number(factor: float) -> str:
-    """As a whole number or one over it, where it is one."""
+    """A factor as n or 1/n if it is one, else in six digits."""
     for whole, text in ((factor, "{}"), (1 / factor if factor else 0.0, "1/{}")):
         if round(whole) and abs(whole - round(whole)) <= 1e-6 * abs(whole):
             return text.format(round(whole))

@@ -1,4 +1,4 @@
-"""Whole tensors from the pieces that the ranks hold."""
+"""Assembles whole tensors from the parts that the ranks hold."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

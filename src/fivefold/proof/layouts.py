@@ -1,4 +1,4 @@
-"""Every legal layout of a number of ranks, and a few of them that show every pair of choices together."""
+"""Every legal layout of a number of ranks, and a subset that covers every pair of choices."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -52,8 +52,8 @@ def _is_alone(parallel: Parallel) -> bool:
 
 
 def covering(layouts: Iterable[Config]) -> list[Config]:
-    """Few of `layouts` in which every pair of choices that occurs in any of them occurs: greedily, the one with the
-    most new pairs first."""
+    """A pairwise covering: few of `layouts` in which every pair of choices occurs that occurs in any of them. Greedy:
+    the layout with the most new pairs first."""
     left = [(layout, _pairs(layout)) for layout in layouts]
     wanted = set().union(*(pairs for _, pairs in left)) if left else set()
     chosen: list[Config] = []

@@ -1,4 +1,4 @@
-"""What one rank sees of a few steps of a twin: values, gradients, what crossed the links, what memory held."""
+"""What one rank measures in a few steps of a twin: values, gradients, traffic, memory."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ from fivefold.trainer.session import Session, open_session
 from fivefold.trainer.state import tensors
 from fivefold.trainer.step import Stepper
 
-Sabotage: TypeAlias = Callable[[], AbstractContextManager[object]]
+Fault: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 FLAGS = (0.0, 0.0)
 TIMEOUT_SECONDS = 60.0
@@ -49,16 +49,16 @@ class Stream:
 
 @dataclass(slots=True)
 class Measured:
-    """One rank's account.
+    """What one rank measured.
 
     Attributes:
         coordinates: of the rank on the mesh.
-        initial, gradients, state: what it holds of parameters before, of gradients in, and of the run's state after
-            the steps; gradients are those of the first step that was not skipped, without the loss scale.
-        streams: of each layer it has.
+        initial, gradients, state: this rank's parts of the initial parameters, of the gradients of the first step that
+            was not skipped (without the loss scale), and of the state after the last step.
+        streams: outputs of this rank's layers in the first step.
         traffic: of the last step.
         memory, traffic_of_memory: of the first step.
-        flips: where another's routing was replayed, what this rank would have chosen.
+        flips: choices that this rank would have made differently, if a reference's routing was replayed.
     """
 
     coordinates: dict[str, int]
@@ -80,18 +80,18 @@ def measure(
     world_size: int,
     twins: Sequence[Config],
     permutation: int = 0,
-    sabotage: Sabotage = nullcontext,
+    fault: Fault = nullcontext,
     replayed: Sequence[Choices | None] = (),
 ) -> list[Measured]:
-    """Trains each of `twins`, which share a layout, for its steps on this rank. Every rank calls it alike.
+    """Trains each of `twins`, which share a layout, on this rank. Collective.
 
     Args:
-        permutation: seed of another order of the rows of each global batch; 0 = as they are.
-        sabotage: makes a context in which something is broken.
-        replayed: of each twin, the routing to make instead of its own; None = its own.
+        permutation: seed of a permutation of the rows of each global batch; 0 = the original order.
+        fault: makes the context in which everything runs; tests inject faults by it.
+        replayed: for each twin the routing to use; None = its own.
     """
     place = place_from(os.environ) if world_size > 1 else None
-    with sabotage(), open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
+    with fault(), open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
         return [
             _measure(session, resolve_config(config, world_size), permutation, choices)
             for config, choices in zip(twins, replayed or [None] * len(twins), strict=True)
@@ -154,7 +154,7 @@ def _order(rows: int, permutation: int) -> Tensor:
 
 def _stepper(session: Session, resolved: Resolved) -> Stepper:
     config, world_size = resolved.config, session.world_size
-    # Hosts as the ledger takes them to be: of cluster.preset = "2x2 cpu", two ranks on each.
+    # The ledger's hosts, not the real ones: with cluster.preset = "2x2 cpu", two ranks on each.
     on = hardware_of(structs.replace(config, run=structs.replace(config.run, ranks=world_size)))
     on_axes = groups(resolved, session.rank, on.fast_domain)
     model = parallelize(resolved, on_axes, session.rank, session.device)
@@ -170,7 +170,7 @@ def _stepper(session: Session, resolved: Resolved) -> Stepper:
 
 
 def _loss_scale(precision: Precision) -> LossScale:
-    """In fp16 one that overflows in the first step, and is then as the run's."""
+    """In fp16 a scale that overflows in the first step; the backoff then restores that of the run."""
     scale = LossScale.of(precision)
     if precision.dtype == "fp16":
         scale.value, scale.backoff = OVERFLOWING_SCALE, scale.value / OVERFLOWING_SCALE
@@ -185,12 +185,12 @@ def _share(resolved: Resolved, step: int, permutation: int, session: Session) ->
     data_rank, key = resolved.mesh.data_rank(session.rank), step_key(resolved.config.run.seed, step)
     spans = resolved.spans(session.rank)
     share = held_out_share(batch, resolved.batch, data_rank, session.device, spans, key)
-    # As in training each holds ids of its own, not a view of the whole batch's that autograd would keep.
+    # As in training each micro-batch owns its ids: a view would keep the whole batch alive in autograd.
     return [replace(each, inputs=replace(each.inputs, tokens=each.inputs.tokens.clone())) for each in share]
 
 
 def _gradients(model: ParallelModel, loss_scale: float) -> dict[str, Sent]:
-    """While they are whole and parameters still the old ones."""
+    """This rank's parts of the reduced gradients, without the loss scale."""
     gradients = {p: p.value.grad for p in model.parameters if p.value.grad is not None}
     return sent({p.spec.name: p.piece(gradient / loss_scale) for p, gradient in gradients.items()})
 
@@ -199,7 +199,7 @@ def _gradients(model: ParallelModel, loss_scale: float) -> dict[str, Sent]:
 def _watched(
     resolved: Resolved, model: ParallelModel, share: Sequence[MicroBatch], rank: int, found: Measured
 ) -> Iterator[None]:
-    """Keeps every layer's output."""
+    """Records every layer's output."""
     plan, at = resolved.batch, found.coordinates
     data_rank = resolved.mesh.data_rank(rank)
     numbers = [

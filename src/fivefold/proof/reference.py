@@ -1,7 +1,7 @@
-"""The training of one process that layouts are held against.
+"""The single-process training that layouts are compared with.
 
-It shares the decoder's forward and the initial values with what is tested, and nothing else: the whole batch at once,
-one backward, no process group, torch's unfused optimizers on whole parameters, torch's own clipping.
+It shares only the decoder's forward and the initial values with the code under test: the whole batch at once, one
+backward, no process group, torch's unfused optimizers on whole parameters, torch's own clipping.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,14 +29,14 @@ CPU = torch.device("cpu")
 
 @dataclass(slots=True)
 class Reference:
-    """What one process computes. Names as in checkpoints.
+    """What one process computes. Names are those of checkpoints.
 
     Attributes:
-        learning_rate, eps: the largest rate of the steps, and AdamW's eps (of SGD infinite: it divides by nothing).
+        learning_rate, eps: the largest learning rate of the steps, and AdamW's eps (infinite for SGD).
         gradients: of the first step that is not skipped.
         streams: every layer's output in the first step, `[tokens of the batch, hidden]`.
         routing: the routers' choices in every step.
-        skipped: which steps leave everything as it was.
+        skipped: the steps that were skipped.
     """
 
     learning_rate: float
@@ -54,12 +54,12 @@ class Reference:
 def reference(
     config: Config, skipped: tuple[bool, ...] = (), *, noise: float = 0.0, replayed: Choices | None = None
 ) -> Reference:
-    """Trains the twin `config` in this process, whatever its layout; below float32, in float32.
+    """Trains the twin `config` in this process, ignoring its layout; bf16 and fp16 are computed in float32.
 
     Args:
         skipped: the steps that one process in the twin's own precision skips.
-        noise: by what part every element of a gradient is made larger or smaller before it is used.
-        replayed: the routing to make instead of its own.
+        noise: the relative change, with random sign, of every gradient element before the update.
+        replayed: the routing to use; None = its own.
     """
     is_double = config.precision.dtype == "float64"
     alone = replace(
@@ -132,13 +132,13 @@ def _disturb(named: Mapping[str, nn.Parameter], noise: float, seed: int) -> None
 
 
 class _Optimizer:
-    """torch's: one for all parameters, or Muon for the layers' matrices and AdamW for the rest."""
+    """torch's optimizers: one for all parameters, or Muon for the layers' matrices and AdamW for the rest."""
 
     def __init__(self, config: Config, named: dict[str, nn.Parameter]) -> None:
         options = config.optimizer
         specs = {spec.name: spec for spec in parameters(config.model)}
         self._named = named
-        # Muon takes matrices only: of experts each by itself, sharing memory with the parameter that has them all.
+        # torch's Muon takes matrices only: each expert's is a parameter of its own that shares memory with the stack.
         self._matrices = {
             name: [
                 nn.Parameter(matrix)

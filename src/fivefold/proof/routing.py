@@ -1,5 +1,6 @@
-"""Top-k routing of one run repeated in another: below float64 a rounding may turn a choice over, and everything after
-it with it. So a layout is compared with the reference's choices, and what it would have chosen is told.
+"""Records the top-k routing of one run and replays it in another. Below float64, rounding may change a router's choice,
+and with it everything that follows: so layouts are compared under the reference's routing, and the choices that they
+would have made differently are reported.
 """
 
 from collections import deque
@@ -15,26 +16,26 @@ from fivefold.nn.inputs import Inputs
 from fivefold.nn.router import Router, highest
 
 Choices = dict[tuple[int, str], Tensor]
-"""By step and layer, `[rows of the global batch, sequence, top_k]`; -1 where no rank has been asked yet."""
+"""By (step, layer): `[rows of the global batch, sequence, top_k]`; -1 where nothing is recorded yet."""
 _Place = tuple[Tensor, Tensor]
 """The rows `[batch, 1]` and positions `[sequence]` of a micro-batch."""
 
 
 @dataclass(slots=True)
 class Flips:
-    """Choices that would have been others.
+    """Routing choices that would have been different.
 
     Attributes:
-        choices: made, one for each of a token's experts.
-        margins: of those that fell on another expert, how far the score of the expert used lay below that of the
-            expert that would have been chosen.
+        choices: all choices made, top_k per token.
+        margins: for each different choice, by how much the score of the replayed expert is below that of the expert
+            that would have been chosen.
     """
 
     choices: int = 0
     margins: list[float] = field(default_factory=list)
 
     def add(self, other: "Flips") -> None:
-        """Those of another rank."""
+        """Adds those of another rank."""
         self.choices += other.choices
         self.margins += other.margins
 
@@ -48,12 +49,12 @@ class Flips:
 
 
 class Routings:
-    """Watches the routers of a decoder: keeps their choices, or puts others in their place.
+    """Records the choices of a decoder's routers, or replaces them by `replayed`.
 
     Attributes:
-        step: of the run; the caller counts.
-        kept: choices made.
-        flips: choices turned over by `replayed`.
+        step: the current step; advanced by `next_step`.
+        kept: recorded choices.
+        flips: choices that `replayed` has changed.
     """
 
     def __init__(self, decoder: Decoder, rows: int, sequence: int, replayed: Choices | None = None) -> None:
@@ -90,8 +91,8 @@ class Routings:
         self._place = None
 
     def _pick(self, layer: str) -> Callable[[Tensor, int], Tensor]:
-        """Backward may compute a layer again while other micro-batches are on their way; it takes them in the order
-        in which they came forward."""
+        """Replaces a router's `pick`. Recomputation in backward calls it again while other micro-batches are in flight;
+        it meets them in the order of their forwards."""
 
         def pick(wanted: Tensor, count: int) -> Tensor:
             own = highest(wanted, count)

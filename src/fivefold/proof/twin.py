@@ -1,7 +1,7 @@
 """A scaled-down twin of a config: the same structure, small enough to be computed by one process in moments.
 
-Heads, KV heads, experts, top-k, tying, biases and norms stay; widths, vocabulary and sequence shrink so that what
-divided by an axis still does and what was uneven stays uneven (their remainders are kept). Layers shrink to what the
+Heads, KV heads, experts, top-k, tying, biases and norms stay. Widths, vocabulary and sequence length shrink; sizes
+that an axis divides stay divisible and uneven ones keep their remainder. The number of layers shrinks to what the
 pipeline stages need.
 """
 
@@ -9,7 +9,8 @@ from math import lcm
 
 from msgspec.structs import replace
 
-from fivefold.config.tree import Batch, Config, Data, Model, Precision, Run, Schedule
+from fivefold.config.model import Model
+from fivefold.config.tree import Batch, Config, Data, Precision, Run, Schedule
 from fivefold.spec.mesh import resolve
 from fivefold.spec.schedules import chunks_of, is_legal
 
@@ -17,7 +18,7 @@ HEAD_DIM = 4
 INIT_STD = 0.15
 STEPS = 2
 OVERFLOWING_SCALE = 2.0**40
-"""The loss scale of the first of a twin's steps in fp16: no gradient survives it, so every rank has to skip."""
+"""The loss scale of a twin's first step in fp16: every gradient overflows, so every rank has to skip the step."""
 
 
 def twin(config: Config, dtype: str, ranks: int = 0) -> Config:

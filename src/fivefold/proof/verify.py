@@ -15,7 +15,7 @@ from fivefold.config.tree import Config, Parallel, Precision
 from fivefold.planner.jobs import job_of
 from fivefold.proof.account import MemoryLine, memory_lines, traffic_lines
 from fivefold.proof.compare import BOUNDS, Comparison, compare, updates_apart
-from fivefold.proof.measure import Measured, Sabotage, measure
+from fivefold.proof.measure import Fault, Measured, measure
 from fivefold.proof.ranks import RankError, Ranks
 from fivefold.proof.reference import Reference, reference
 from fivefold.proof.routing import Choices, Flips
@@ -23,28 +23,30 @@ from fivefold.proof.twin import twin
 from fivefold.spec.mesh import AXES, resolve
 
 PERMUTATIONS = (1, 2, 3)
-ORDERS = range(6)  # of rows; 0: as they are
+"""Seeds of the orders of rows by which the rounding error of bf16 and fp16 is measured."""
+UPDATE_PERMUTATIONS = range(6)
+"""The same for parameters updated in float32; 0 = the original order."""
 ROUNDING_FACTOR = 3.0
-"""bf16 and fp16 may be this much further off than what one process shows when its rows change places."""
+"""A layout's error may be this many times what one process shows when its rows are permuted."""
 MOST_ROUNDING = 1e-4
-"""Of updates in float32."""
+"""The largest bound of parameters updated in float32."""
 BF16_STEP = 2.0**-8
-"""Between neighbouring numbers, as a part of them."""
+"""The relative distance of neighbouring bf16 numbers, at least."""
 CASE_SECONDS = 180.0
 
 
 @dataclass(slots=True)
 class Case:
-    """One layout's verdict.
+    """The verdict on one layout.
 
     Attributes:
-        dtypes: what was computed in, float64 first.
+        dtypes: the precisions computed in, float64 first.
         comparisons: by dtype.
-        traffic: (measured, predicted) bytes by "axis primitive phase" where they differ, on some rank.
-        memory: measured beside predicted, on the fullest rank.
-        axis: the axis that owns what is wrong.
-        problem: why nothing could be compared.
-        flips: where the reference's routing was replayed, what would have been chosen.
+        traffic: (measured, predicted) bytes by "axis primitive phase" where they differ on some rank.
+        memory: measured beside predicted, on the rank where a category is largest.
+        axis: the axis that causes the failure.
+        problem: why nothing could be compared; None if it could.
+        flips: routing choices that would have differed, if the reference's routing was replayed.
     """
 
     parallel: Parallel
@@ -68,7 +70,7 @@ class Case:
 
     @property
     def kind(self) -> str | None:
-        """What kind of wrong it is: rounding, where float64 makes it go away."""
+        """The kind of error; "rounding" if it disappears in float64."""
         failed, exact = self.failed, self.comparisons.get("float64")
         if failed is None or failed is exact:
             return failed.kind if failed else None
@@ -108,10 +110,10 @@ class Case:
 class Verifier:
     """Runs cases on one pool of ranks; a context manager."""
 
-    def __init__(self, ranks: int, sabotage: Sabotage = nullcontext) -> None:
-        """`sabotage` makes the context in which every rank runs a case, with something broken: it must be found."""
+    def __init__(self, ranks: int, fault: Fault = nullcontext) -> None:
+        """`fault`: makes the context in which every rank runs a case; tests inject faults by it."""
         self._count = ranks
-        self.sabotage = sabotage
+        self.fault = fault
         self._ranks: Ranks | None = None
         self._references: dict[bytes, Reference] = {}
         self._rounding: dict[bytes, float] = {}
@@ -123,11 +125,11 @@ class Verifier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._ranks is not None:
-            with suppress(RankError):  # they have no more to tell
+            with suppress(RankError):  # their cases have been reported
                 self._ranks.__exit__(kind, error, trace)
 
     def case(self, config: Config, dtypes: Sequence[str]) -> Case:
-        """Verifies the twin of `config`, in its layout, computing in each of `dtypes`."""
+        """Verifies the twin of `config` in its layout, in each of `dtypes`."""
         ranks = resolve(config.parallel, config.run.ranks).world_size
         twins = [twin(config, dtype, ranks) for dtype in dtypes]
         first = twins[0]
@@ -154,30 +156,30 @@ class Verifier:
         return case
 
     def _measure(self, twins: Sequence[Config], ranks: int) -> list[list[Measured]]:
-        """By twin, then by rank."""
+        """What each rank measured, by twin, then by rank."""
         routing = [self._routing(of_twin) for of_twin in twins]
-        of_ranks = self._on_ranks(ranks, list(twins), 0, self.sabotage, routing)
+        of_ranks = self._on_ranks(ranks, list(twins), 0, self.fault, routing)
         return [list(of_twin) for of_twin in zip(*of_ranks, strict=True)]
 
     def _on_ranks(self, ranks: int, *arguments: Any) -> list[list[Measured]]:
-        """What `measure` gives on each of so many ranks of the pool."""
+        """The results of `measure` on the first `ranks` ranks of the pool."""
         if self._ranks is None:
             self._ranks = Ranks(self._count, backend=None)
         try:
             return self._ranks.run(measure, *arguments, world_size=ranks, timeout=CASE_SECONDS)
         except RankError:
-            self._ranks = None  # an error ends them
+            self._ranks = None  # the processes have ended
             raise
 
     def _reference(self, config: Config) -> Reference:
-        """Computed once for all layouts of the same twin."""
+        """The reference, computed once for all layouts of the same twin."""
         key = _reference_key(config)
         if key not in self._references:
             self._references[key] = reference(config, self._skipped(config))
         return self._references[key]
 
     def _skipped(self, config: Config) -> tuple[bool, ...]:
-        """The steps that one process skips in fp16, whose range overflows."""
+        """The steps that one process skips in fp16, because of an overflow."""
         if config.precision.dtype != "fp16":
             return (False,) * config.run.steps
         ((alone,),) = self._on_ranks(
@@ -186,22 +188,23 @@ class Verifier:
         return tuple(why is not None for why in alone.skipped)
 
     def _routing(self, config: Config) -> Choices | None:
-        """To be replayed: below float64 a rounding may turn a choice over, and everything after it."""
+        """The reference's routing, to be replayed below float64, where rounding may change a choice and all that
+        follows; None otherwise."""
         if config.precision.dtype == "float64" or not config.model.experts.count:
             return None
         return self._reference(config).routing
 
     def _bounds(self, config: Config) -> tuple[float, float, float]:
-        """Of gradients, of what updates have changed, and of the losses after them.
+        """Bounds of the errors of gradients, of updated parameters and moments, and of losses after the first update.
 
-        AdamW divides each element by its own size, so those that are all rounding move by as much as any; in a small
-        twin in float32 that shows. There an update may be three times as far off as that of one process is from
-        float64's.
+        AdamW divides each gradient element by its own magnitude, so elements that consist of rounding only move as
+        far as all others, which is visible in a small twin in float32. There the bound of updates is three times the
+        distance of one process from float64.
 
-        Muon rounds what it orthogonalises to bf16, whatever the run computes in. Gradients that are 1e-15 apart all
-        but never come to lie on two sides of such a rounding (of 1e4 elements one in 1e8 times), and what is the same
-        in bf16 is orthogonalised by the same products: in float64 the bound is that of everything else. In float32
-        some elements do; each is then off by one bf16 step. There an update may be as far off as with all of them so.
+        Muon rounds its matrices to bf16 in every precision. Gradients 1e-15 apart almost never round to different
+        bf16 numbers (for 1e4 elements once in 1e8 times), so in float64 the bound is that of everything else. In
+        float32 some elements do, by one bf16 step; there the bound is the change that such a step in every element
+        causes.
         """
         dtype = config.precision.dtype
         if dtype == "float64":
@@ -209,8 +212,10 @@ class Verifier:
         key = _reference_key(config)
         is_muon = config.optimizer.name == "muon" and dtype == "float32"
         if key not in self._rounding:
-            measure_it = self._update_rounding if dtype == "float32" else self._shuffled
-            self._rounding[key] = self._tipped(config) if is_muon else ROUNDING_FACTOR * measure_it(config)
+            measure_it = self._update_error if dtype == "float32" else self._permutation_error
+            self._rounding[key] = (
+                self._bf16_step_error(config) if is_muon else ROUNDING_FACTOR * measure_it(config)
+            )
         if is_muon:
             updated = max(BOUNDS[dtype], self._rounding[key])
             return BOUNDS[dtype], updated, updated
@@ -218,21 +223,21 @@ class Verifier:
             return BOUNDS[dtype], min(max(BOUNDS[dtype], self._rounding[key]), MOST_ROUNDING), BOUNDS[dtype]
         return self._rounding[key], self._rounding[key], self._rounding[key]
 
-    def _shuffled(self, config: Config) -> float:
-        """The worst error that one process shows when its rows change places."""
+    def _permutation_error(self, config: Config) -> float:
+        """The largest error that one process shows when its rows are permuted."""
         expected = self._reference(config)
         shuffled = [self._alone(config, seed) for seed in PERMUTATIONS]
         return max(compare([found], expected, 0.0).errors.worst for found in shuffled)
 
-    def _update_rounding(self, config: Config) -> float:
-        """How far one process's parameters and moments are from those in float64: the farthest of several orders of its
-        rows, for a single element whose gradient is all rounding decides."""
+    def _update_error(self, config: Config) -> float:
+        """The distance of one process's parameters and moments from those in float64: the largest over several orders
+        of its rows, because a single element whose gradient is only rounding determines it."""
         exact = self._reference(replace(config, precision=Precision(dtype="float64")))
-        found = [compare([self._alone(config, seed)], exact, 0.0).errors for seed in ORDERS]
+        found = [compare([self._alone(config, seed)], exact, 0.0).errors for seed in UPDATE_PERMUTATIONS]
         return max(max(errors.parameter, errors.moment) for errors in found)
 
-    def _tipped(self, config: Config) -> float:
-        """How far one process's parameters move when every element of its gradients does by a bf16 step."""
+    def _bf16_step_error(self, config: Config) -> float:
+        """The change of one process's parameters if every element of its gradients changes by one bf16 step."""
         expected = self._reference(config)
         tipped = reference(config, expected.skipped, noise=BF16_STEP, replayed=self._routing(config))
         return updates_apart(tipped, expected)
@@ -244,7 +249,7 @@ class Verifier:
         return found
 
     def _owner(self, config: Config, dtype: str) -> str:
-        """The axis that is wrong by itself; where none is, those of the layout together."""
+        """The axis that fails by itself; if none does, all axes of the layout."""
         used = _used(config.parallel)
         for axis in used if len(used) > 1 else []:
             alone = replace(config, parallel=_only(config.parallel, axis))
@@ -260,14 +265,14 @@ class Verifier:
 
 
 def _reference_key(config: Config) -> bytes:
-    """What one process's numbers depend on."""
+    """What the reference depends on: everything but the layout and the micro-batch size."""
     return msgspec.json.encode(
         replace(config, parallel=Parallel(), batch=replace(config.batch, micro_batch=1))
     )
 
 
 def _used(parallel: Parallel) -> list[str]:
-    """The axes of a layout, those that ep rests on before it."""
+    """The axes of a layout with more than one rank; ep last, since it reuses others."""
     mesh = resolve(parallel)
     used = [axis for axis in AXES if getattr(mesh, axis) > 1]
     return used + (["ep"] if parallel.ep > 1 else [])
@@ -281,17 +286,17 @@ KEPT = {
     "tp": ("tp", "sequence_parallel"),
     "ep": ("dp_shard", "cp", "context", "zero", "ep"),
 }
-"""What of a layout belongs to an axis."""
+"""The keys of [parallel] that belong to each axis."""
 
 
 def _only(parallel: Parallel, axis: str) -> Parallel:
-    """The layout with nothing but an axis."""
+    """The layout reduced to one axis."""
     kept = {name: getattr(parallel, name) for name in (*KEPT[axis], "backend")}
     return Parallel(**({"dp_shard": 1} | kept))
 
 
 def _flips(found: Sequence[Measured]) -> Flips | None:
-    """Of all ranks together; None where nothing was replayed."""
+    """The flips of all ranks together; None if no routing was replayed."""
     total = Flips()
     for of_rank in found:
         if of_rank.flips is not None:
@@ -300,7 +305,7 @@ def _flips(found: Sequence[Measured]) -> Flips | None:
 
 
 def _line(error: RankError) -> str:
-    """What the first rank that failed said last."""
+    """The last line of the first rank's traceback, with its rank."""
     first, *more = [line for line in str(error).splitlines() if line.strip()] or ["a rank failed"]
     said = takewhile(lambda line: not line.startswith(("rank ", "ranks ")), more)
     return " ".join([first, *list(said)[-1:]])

@@ -7,7 +7,7 @@ from fivefold.render.units import percent_text, seconds_text
 
 
 def account_text(found: dict[str, Any]) -> str:
-    """The document of `proof.run.account_of` as text."""
+    """The document of `proof.run_account.account_of` as text."""
     parts = [_traffic(found["traffic"]), _memory(found["memory"]), _time(found), _communication(found)]
     return "\n\n".join(part for part in parts if part)
 

@@ -1,16 +1,15 @@
-"""The layout table: parameter pattern → axis → split, replicate or owned.
+"""The layout table: how each parameter is distributed over the axes (pattern → axis → split, or owned by experts).
 
-Read by the trainer, the checkpoint, the planner and the verifier. An axis that a row does not name
-replicates the parameter. Two axes have one rule for every parameter and no rows: pp gives each layer to a
-stage (`spec.stages`), and dp_shard × cp splits rows (dim 0), unevenly where they do not divide, of what
-`parallel.zero` names.
+Used by the trainer, checkpoints, the planner and verify. An axis that a row does not name replicates the parameter.
+Two axes treat all parameters alike and have no rows: pp assigns layers to stages (`spec.stages`), and ZeRO shards
+rows (dim 0) over dp_shard × cp, unevenly if they do not divide.
 """
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 
 Axis = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"]
 Unit = Literal["heads", "KV heads", "columns", "vocabulary rows", "experts"]
@@ -18,11 +17,11 @@ Unit = Literal["heads", "KV heads", "columns", "vocabulary rows", "experts"]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Tensor dim `dim` is cut into equal runs of whole `unit`s, one run a rank of the axis.
+    """Tensor dim `dim` is split into equal runs of whole `unit`s, one per rank of the axis.
 
     Attributes:
-        uneven: units that do not divide make the last runs shorter, or empty (the vocabulary), instead of refused.
-        replicable: with more ranks than units each unit is held by ranks / units ranks (KV heads).
+        uneven: units that the ranks do not divide are allowed; the last runs are shorter or empty (the vocabulary).
+        replicable: with more ranks than units, ranks / units ranks hold each unit (KV heads).
     """
 
     dim: int
@@ -72,13 +71,13 @@ _EXPERTS: tuple[Row, ...] = (
 
 
 def table(model: Model) -> tuple[Row, ...]:
-    """The rows that hold for a model's family; the first pattern that matches a parameter's name counts."""
+    """The table of a model; the first pattern that matches a parameter's name applies."""
     attention = _LATENT if model.latent.kv_rank else _ATTENTION
     return attention + _DENSE + (_EXPERTS if model.experts.count else ())
 
 
 def placements(model: Model, name: str) -> dict[Axis, Placement]:
-    """How each axis divides the parameter called `name`; an axis that is absent replicates it."""
+    """The placement of the parameter `name` on each axis; an absent axis replicates it."""
     return next((axes for pattern, axes in table(model) if fnmatchcase(name, pattern)), {})
 
 
@@ -92,13 +91,13 @@ _COMPUTED_IN_PART: tuple[tuple[str, bool], ...] = (  # pattern; whether only wit
     ("*norm.*", True),
     ("positions.weight", True),
 )
-"""Parameters that tp replicates and of whose gradient each of its ranks computes a part: those inside of regions, and
-with sequence parallel those between them, where a rank sees only its run of tokens."""
+"""Parameters that tp replicates, but of whose gradient each rank computes a part: those inside regions, and with
+sequence parallel those between regions, where a rank sees only its run of tokens."""
 
 
 def gradient_ranks(model: Model, name: str, tp: int, sequence_parallel: bool) -> int:
-    """How many neighbouring ranks of tp hold the same part of the parameter and each compute a part of its gradient:
-    their sum is the gradient. 1 where each rank computes all of it."""
+    """The number of neighbouring tp ranks that hold the same part of the parameter and each compute a part of its
+    gradient, which must be summed over them. 1 if each rank computes all of it."""
     split = placements(model, name).get("tp")
     if split is not None:
         replicas = tp // model.kv_heads if isinstance(split, Split) and split.replicable else 1

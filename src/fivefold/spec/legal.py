@@ -1,11 +1,12 @@
-"""What a config may ask for, decided before any process starts; refusals name the nearest legal values."""
+"""Checks of a config before any process starts, and what follows from it; errors name the nearest legal values."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd
 
 from fivefold.config.errors import ConfigError, nearest, nearest_multiples
-from fivefold.config.tree import Config, Data, Model, Parallel
+from fivefold.config.model import Model
+from fivefold.config.tree import Config, Data, Parallel
 from fivefold.spec.batch import BatchPlan, LearningRate, learning_rate, plan_batch
 from fivefold.spec.layout import Axis, Owned, Unit, table
 from fivefold.spec.mesh import Mesh, resolve
@@ -21,10 +22,10 @@ MOST_DIVISOR = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A config with what follows from it.
+    """A checked config with what follows from it.
 
     Attributes:
-        batch: after a ramp.
+        batch: the batch after a ramp.
         course: the batch of every step.
     """
 
@@ -40,16 +41,16 @@ class Resolved:
         return self.course.samples_after(self.config.run.steps)
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The stretches of every sequence that `rank` reads."""
+        """The spans of every sequence that `rank` reads."""
         at = self.mesh.coordinates(rank)["cp"]
         return spans(self.batch.sequence_length, self.mesh.cp, at, self.config.parallel.context)
 
 
 def resolve_config(config: Config, world_size: int = 0) -> Resolved:
-    """Checks `config` for `world_size` ranks (0 = as many as run.ranks or the layout name).
+    """Checks `config` for `world_size` ranks (0 = as many as run.ranks or the layout says).
 
     Raises:
-        ConfigError: one line about the first thing that cannot be.
+        ConfigError: one line about the first problem.
     """
     check_model(config.model)
     check_data(config.data)
@@ -158,7 +159,7 @@ def _latent_contradictions(model: Model) -> Iterator[str]:
 
 
 def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
-    """Refuses degrees that the layout table cannot serve."""
+    """Refuses degrees that the model does not divide by (layout table), and keys that contradict each other."""
     shards = mesh.dp_shard * mesh.cp
     if parallel.zero and shards == 1:
         raise ConfigError(
@@ -182,7 +183,7 @@ def check_layout(model: Model, parallel: Parallel, mesh: Mesh) -> None:
 
 
 def check_algorithm(parallel: Parallel, mesh: Mesh) -> None:
-    """Refuses a program where data parallel has nothing for it to do, or needs a collective that it is not."""
+    """Refuses a program if there is one data rank, or if it lacks a collective that the ZeRO stage needs."""
     name, zero = parallel.algorithm, parallel.zero
     if name == "backend":
         return
@@ -205,7 +206,7 @@ def check_algorithm(parallel: Parallel, mesh: Mesh) -> None:
 
 
 def check_compression(config: Config, mesh: Mesh) -> None:
-    """Refuses compressed gradients where nothing is summed over replicas, or where their unit changes."""
+    """Refuses gradient compression where nothing is summed over replicas, or where error feedback cannot work."""
     method, zero = config.parallel.compression, config.parallel.zero
     if method == "none":
         return
@@ -232,7 +233,7 @@ def check_compression(config: Config, mesh: Mesh) -> None:
 
 
 def check_schedule(parallel: Parallel, mesh: Mesh, batch: BatchPlan, what: str) -> None:
-    """Refuses a number of micro-batches that the pipeline schedule does not exist for; `what` asked for it."""
+    """Refuses a number of micro-batches that the pipeline schedule does not support; `what` names the key."""
     if mesh.pp > 1 and not is_legal(parallel.schedule, mesh.pp, batch.accumulation):
         unit = batch.micro_batch * batch.data_parallel
         legal = [count * unit for count in nearest_legal(parallel.schedule, mesh.pp, batch.accumulation)]
@@ -245,7 +246,7 @@ def check_schedule(parallel: Parallel, mesh: Mesh, batch: BatchPlan, what: str) 
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """What a degree must divide; with `replicable`, or be a multiple of."""
+    """A number that a degree must divide; with `replicable` it may also be a multiple of it."""
 
     count: int
     what: str
@@ -256,7 +257,7 @@ class _Demand:
 
 
 def _demands(model: Model, axis: Axis) -> Iterator[_Demand]:
-    """Of the layout table. What may be uneven demands nothing."""
+    """What the layout table demands of a degree; placements that may be uneven demand nothing."""
     for placement in {axes[axis].unit: axes[axis] for _, axes in table(model) if axis in axes}.values():
         count = units(model, placement.unit)
         if isinstance(placement, Owned):
@@ -266,7 +267,7 @@ def _demands(model: Model, axis: Axis) -> Iterator[_Demand]:
 
 
 def _head_demands(model: Model, tp: int) -> Iterator[_Demand]:
-    """Of Ulysses, which deals a tensor-parallel rank's heads over cp; KV heads may be fewer than ranks."""
+    """What Ulysses demands of cp: it distributes a tensor-parallel rank's heads; KV heads may be fewer than ranks."""
     share = f" on each of tp {tp} ranks" if tp > 1 else ""
     heads, kv_heads = model.heads // tp, max(1, model.kv_heads // tp)
     yield _Demand(heads, f"{heads} heads{share} (context = ulysses)")
@@ -304,7 +305,7 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
 
 
 def check_trainable(resolved: Resolved) -> None:
-    """Refuses what can be planned and is not trained yet."""
+    """Refuses what can be planned but not trained yet."""
     config, mesh = resolved.config, resolved.mesh
     model = config.model
     lacking = {
@@ -320,7 +321,7 @@ def check_trainable(resolved: Resolved) -> None:
 
 
 def units(model: Model, unit: Unit) -> int:
-    """How many of a unit the model has; of columns, the greatest number that every split width divides by."""
+    """How many of a unit the model has; for columns the greatest common divisor of all split widths."""
     return {
         "heads": model.heads,
         "KV heads": model.kv_heads,

@@ -1,4 +1,4 @@
-"""The matrices that Muon updates: which parameters they are, what orthogonalising one costs, who does it."""
+"""The matrices that Muon updates: which parameters, the FLOPs of orthogonalising one, and on which rank it is done."""
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
@@ -7,14 +7,14 @@ from math import prod
 from fivefold.spec.parameters import Parameter
 
 ROLES = ("attention", "ffn", "expert")
-"""Of the matrices that Muon updates; embedding, head, router and everything that is no matrix go to AdamW."""
+"""Roles of the matrices that Muon updates; embedding, head, router and all that is no matrix are updated by AdamW."""
 
 ITERATIONS = 5
-"""Of Newton-Schulz, as torch.optim.Muon has it."""
+"""Newton-Schulz iterations, as in torch.optim.Muon."""
 
 ITEMSIZE = 2
-"""Bytes of an element on its way there and back: torch.optim.Muon rounds what it orthogonalises to bf16 before anything
-else, and what comes out is bf16, so nothing is lost that it would keep."""
+"""Bytes of an element sent to and from its owner: torch.optim.Muon rounds its input to bf16 first, and its result is
+bf16, so sending bf16 loses nothing."""
 
 
 def is_matrix(parameter: Parameter) -> bool:
@@ -40,7 +40,7 @@ def work(shape: Sequence[int]) -> int:
 
 
 def owners(works: Sequence[int], ranks: int) -> list[int]:
-    """Which of `ranks` orthogonalises each of some matrices: the most work first, each to the rank that has least."""
+    """The rank that orthogonalises each matrix: greedily, the largest first, each to the rank with the least work."""
     found = [0] * len(works)
     loads = [(0, rank) for rank in range(ranks)]
     heapify(loads)

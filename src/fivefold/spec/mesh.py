@@ -65,7 +65,7 @@ class Mesh:
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def expert_rank(self, rank: int, ep: int) -> int:
-        """Its place in an expert-parallel group: ep is the innermost part of dp_shard × cp."""
+        """The rank within its expert-parallel group: ep is the innermost part of dp_shard × cp."""
         at = self.coordinates(rank)
         return (at["dp_shard"] * self.cp + at["cp"]) % ep
 
@@ -75,9 +75,9 @@ class Mesh:
 
 
 def resolve(parallel: Parallel, world_size: int = 0) -> Mesh:
-    """The mesh that a layout makes of `world_size` ranks (0 = as many as the layout names).
+    """The mesh of a layout on `world_size` ranks (0 = as many as the layout says).
 
-    With zero 0, (dp_replicate, dp_shard) = (r, s) means the same as (r·s, 1) and becomes it.
+    With zero 0, (dp_replicate, dp_shard) = (r, s) is equivalent to (r·s, 1) and normalised to it.
 
     Raises:
         ConfigError: a degree of 0, two degrees of -1, or a product that is not the world size.
@@ -109,8 +109,8 @@ def resolve(parallel: Parallel, world_size: int = 0) -> Mesh:
 
 
 def ranks_of_a_host(size: int, stride: int, per_host: int) -> int:
-    """Of `size` ranks that lie `stride` apart, how many share a host of `per_host` consecutive ranks; as many on each
-    host as on any other."""
+    """How many of `size` ranks, `stride` apart, are on the same host of `per_host` consecutive ranks; equally many on
+    each host."""
     local = max(1, min(size, per_host // stride))
     while size % local:
         local -= 1

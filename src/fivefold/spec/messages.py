@@ -1,4 +1,4 @@
-"""Where a pipeline's messages stand between the actions of its ranks."""
+"""The messages of a pipeline schedule, placed between the actions of its ranks so that no rank deadlocks."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -8,7 +8,7 @@ from fivefold.spec.schedules import Action, Kind
 
 
 class Need(NamedTuple):
-    """What a stage waits for: in forward its input, else the gradient of its output."""
+    """The tensor that a stage waits for: in forward its input, else the gradient of its output."""
 
     forward: bool
     stage: int
@@ -19,9 +19,9 @@ class Message(NamedTuple):
     """A tensor that one rank sends to another, in both ranks' plans.
 
     Attributes:
-        need: what it is.
-        made: the number of the sender's action that makes it.
-        used: the number of the receiver's action that needs it. Numbers are places in `work`.
+        need: the tensor.
+        made: the index in `work` of the sender's action that produces it.
+        used: the index in `work` of the receiver's action that uses it.
     """
 
     need: Need
@@ -35,18 +35,18 @@ Plan = list[Action | Message]
 
 
 def plans(work: Sequence[Sequence[Action]], place: Sequence[int]) -> list[Plan]:
-    """Every rank's actions with the messages it sends and receives.
+    """Every rank's actions, with the messages it sends and receives.
 
-    All of it is one order, of which each rank's plan is a part: a rank that does its plan one by one, and even
-    waits for each message to arrive, waits for nothing that waits for it. A message is sent when it is made, and
-    its receiver may begin to receive it at the same time.
+    The plans are parts of one global order. So even a rank that executes its plan strictly in order, and waits for
+    every message, cannot deadlock. A message is sent when it is produced, and its receive is posted at the same
+    place.
 
     Args:
         work: the actions of each rank, in order.
         place: the rank of each stage.
 
     Raises:
-        RuntimeError: the actions wait for one another.
+        RuntimeError: the actions wait for each other.
     """
     last = len(place) - 1
     used = {need: (rank, number) for rank, own in enumerate(work) for need, number in _needs(own, last)}
@@ -77,10 +77,10 @@ def plans(work: Sequence[Sequence[Action]], place: Sequence[int]) -> list[Plan]:
 
 
 def receives_first(plan: Plan, rank: int) -> Plan:
-    """A rank's plan with the receives of neighbouring messages before the sends.
+    """A rank's plan with the receives of adjacent messages before the sends.
 
-    For backends whose calls return at once (gloo, shm): where both ends begin to send, gloo uses one direction of a
-    link at a time. Not for NCCL, where each waits for the one before.
+    For backends whose calls return immediately (gloo, shm): if both ends start with a send, gloo uses one direction of
+    the link at a time. Not for NCCL, where each call waits for the previous one.
     """
     found: Plan = []
     for is_message, entries in groupby(plan, lambda entry: isinstance(entry, Message)):
@@ -90,7 +90,7 @@ def receives_first(plan: Plan, rank: int) -> Plan:
 
 
 def _together(own: Sequence[Action], start: int) -> Sequence[Action]:
-    """The next action, and those joined to it: their results leave when all are done."""
+    """The next action and those joined to it, whose results are sent when all are done."""
     end = start
     while end < len(own) and own[end].joined:
         end += 1
@@ -98,7 +98,7 @@ def _together(own: Sequence[Action], start: int) -> Sequence[Action]:
 
 
 def _needs(actions: Sequence[Action], last: int) -> list[tuple[Need, int]]:
-    """What some actions wait for, with their numbers."""
+    """The tensors that some actions wait for, with the index of the action."""
     found = []
     for number, (kind, stage, microbatch, _) in enumerate(actions):
         if (kind is Kind.FORWARD and stage > 0) or (

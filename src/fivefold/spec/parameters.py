@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod, sqrt
 
-from fivefold.config.tree import Model, Role
+from fivefold.config.model import Model, Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Which part of each parameter a rank holds: the layout table, put to a mesh and a rank."""
+"""Which part of each parameter a rank holds: the layout table applied to a mesh and a rank."""
 
 from math import prod
 from typing import NamedTuple
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.spec.layout import Owned, Placement, Split, placements
 from fivefold.spec.legal import units
 from fivefold.spec.mesh import Mesh
@@ -11,7 +11,7 @@ from fivefold.spec.parameters import Parameter
 
 
 class Part(NamedTuple):
-    """A box of a whole parameter: along each dim where it starts, and how far it reaches (0 = holds nothing)."""
+    """A box of a whole parameter: start and size along each dim (size 0 = the part is empty)."""
 
     starts: tuple[int, ...]
     shape: tuple[int, ...]
@@ -21,7 +21,7 @@ class Part(NamedTuple):
         return prod(self.shape)
 
     def narrow(self, dim: int, start: int, stop: int) -> "Part":
-        """From `start` to `stop` along a dim, counted within the part."""
+        """The sub-box from `start` to `stop` along a dim; both are relative to this part."""
         starts, shape = list(self.starts), list(self.shape)
         starts[dim] += start
         shape[dim] = stop - start
@@ -34,7 +34,7 @@ def whole(parameter: Parameter) -> Part:
 
 
 def part_of(model: Model, parameter: Parameter, mesh: Mesh, ep: int, rank: int) -> Part:
-    """What tensor and expert parallel leave to `rank`; ZeRO splits its rows further."""
+    """The part of `rank` under tensor and expert parallel; ZeRO shards its rows further."""
     starts, shape = list(whole(parameter).starts), list(parameter.shape)
     for axis, placement in placements(model, parameter.name).items():
         degree = ep if axis == "ep" else getattr(mesh, axis)
@@ -46,7 +46,7 @@ def part_of(model: Model, parameter: Parameter, mesh: Mesh, ep: int, rank: int) 
 
 
 def _run(count: int, placement: Placement, degree: int, index: int) -> tuple[int, int]:
-    """The units that rank `index` of `degree` holds, first and one past the last."""
+    """The units [first, last) that rank `index` of `degree` holds."""
     if isinstance(placement, Split) and placement.replicable and degree > count:
         unit = index * count // degree
         return unit, unit + 1
@@ -55,12 +55,12 @@ def _run(count: int, placement: Placement, degree: int, index: int) -> tuple[int
 
 
 def sharded_dim(shape: tuple[int, ...], shards: int) -> int:
-    """The dim that ZeRO splits: rows; of matrices of experts, where only the matrices' rows divide, those."""
+    """The dim that ZeRO shards: 0; for stacked expert matrices 1, if only that dim is divisible."""
     return int(len(shape) == 3 and shape[0] % shards != 0 and shape[1] % shards == 0)
 
 
 def shard_range(size: int, shards: int, index: int) -> tuple[int, int]:
-    """What shard `index` of `shards` holds of a dim, first and one past the last: as much each, the last ones less."""
+    """The range [start, stop) of a dim that shard `index` of `shards` holds: equal shards, the last ones shorter."""
     each = -(-size // shards)
     return min(index * each, size), min((index + 1) * each, size)
 

@@ -13,21 +13,21 @@ KEPT_PROBABILITIES = 2048**2
 
 
 def keeps_probabilities(queries: int, keys: int) -> bool:
-    """Whether attention on CPUs keeps a head's probabilities for backward; for more of them it computes them again,
-    in memory that grows with the length and not with its square."""
+    """Whether attention on CPUs saves a head's probabilities for backward. Beyond this size it recomputes them, so that
+    memory grows linearly with the sequence length."""
     return queries * keys <= KEPT_PROBABILITIES
 
 
 def most_tokens(length: int, cp: int) -> int:
-    """Tokens of the fullest rank: the first `length` mod `cp` ranks hold one more than the others."""
+    """The most tokens of a rank: the first `length` mod `cp` ranks hold one more than the others."""
     return -(-length // cp)
 
 
 def spans(length: int, cp: int, rank: int, kind: Kind) -> tuple[Span, ...]:
-    """The stretches [start, stop) of a sequence that context-parallel rank `rank` holds, in order.
+    """The spans [start, stop) of a sequence that context-parallel rank `rank` holds, in order.
 
-    Ulysses: one stretch. Ring: the sequence is cut into 2·cp chunks, and a rank holds one from the front and
-    its mirror image from the back, so that causal attention is the same work for all (zigzag).
+    Ulysses: one span. Ring: the sequence is divided into 2·cp chunks, and a rank holds one from the front and its
+    mirror image from the back, so that causal attention is equal work for all ranks (zigzag).
     """
     sizes = [length // cp + (other < length % cp) for other in range(cp)]
     if kind == "ulysses" or cp == 1:

@@ -1,8 +1,8 @@
-"""Which layer is on which pipeline stage: contiguous, complete, the heaviest stage as light as possible.
+"""Which layers are on which pipeline stage: contiguous runs that minimise the cost of the most expensive stage.
 
-The cost of a layer is the matmul parameters one token meets in it (its FLOPs are six times that); the head
-counts with its vocab · hidden, the embedding with nothing, for a lookup has no matmul. Where the split is
-uneven, earlier stages get fewer layers: they hold the embedding, and more micro-batches in flight.
+The cost of a layer is the number of matmul parameters that a token passes through (its FLOPs are six times that). The
+head costs vocab · hidden; the embedding costs nothing, since a look-up has no matmul. If the split is uneven, earlier
+stages get fewer layers: they hold the embedding, and more micro-batches in flight.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from fivefold.config.errors import ConfigError
-from fivefold.config.tree import Model, Parallel
+from fivefold.config.model import Model
+from fivefold.config.tree import Parallel
 from fivefold.spec.mesh import Mesh
 from fivefold.spec.parameters import Parameter, parameters
 from fivefold.spec.schedules import V_SHAPED

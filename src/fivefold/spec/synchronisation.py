@@ -1,4 +1,4 @@
-"""The programs behind each name of `parallel.algorithm`: one for every collective of data parallel that it serves."""
+"""The programs of each `parallel.algorithm`: one for every collective of data parallel that it supports."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -23,12 +23,12 @@ PROGRAMS: Mapping[Algorithm, Mapping[Collective, str]] = {
 
 
 def serves(algorithm: Algorithm, zero: int) -> bool:
-    """Whether it has what a zero stage needs: all-reduce (0), or reduce-scatter and all-gather as well."""
+    """Whether the algorithm has the collectives of a ZeRO stage: all-reduce (0), else reduce-scatter and all-gather."""
     return algorithm == "backend" or zero == 0 or "reduce_scatter" in PROGRAMS[algorithm]
 
 
 def can_sum(algorithm: Algorithm, method: str, zero: int, ranks: int, replicas: int, is_apart: bool) -> bool:
-    """Whether gradients can be summed by a program, or compressed by a method: what `spec.legal` refuses in words.
+    """Whether gradients can be summed by the program or compressed by the method; `spec.legal` explains a refusal.
 
     Args:
         ranks: that hold a gradient before it is split, replicas: that hold the same shard of it.

@@ -15,12 +15,12 @@ from fivefold.spec.sequence import Span
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward and backward works on.
+    """The input of one forward and backward.
 
     Attributes:
-        inputs: of the decoder, on the rank's device.
-        loss_tokens: labels that count.
-        sequences: of the step's global batch.
+        inputs: the decoder's, on the rank's device.
+        loss_tokens: labels that the loss counts, of whole sequences.
+        sequences: sequences of the step's global batch.
         sample_ids: ids of the rows, for reports.
     """
 
@@ -40,14 +40,14 @@ class MicroBatch:
         dropout_key: int | None = None,
         sample_ids: tuple[int, ...] = (),
     ) -> "MicroBatch":
-        """`batch` on `device`; everything that needs to look at values is done before it goes there.
+        """`batch` on `device`. Whatever depends on values is computed before it is moved there.
 
-        Labels are those of the whole sequences, so none is lost where these are cut.
+        Labels are shifted before sequences are divided over context-parallel ranks, so none is lost at the boundaries.
 
         Args:
-            sequences: of the step's global batch.
-            first_row: number of its first row in the step's global batch.
-            spans: the stretches of every sequence that this rank holds; None = all of it.
+            sequences: sequences of the step's global batch.
+            first_row: number of the first row in the step's global batch.
+            spans: the spans of every sequence that this rank holds; None = whole sequences.
             dropout_key: `dropout.step_key` of the step; None = no dropout.
         """
         segments = Segments.from_documents(batch.documents, device)
@@ -70,8 +70,8 @@ def training_share(
     spans: Sequence[Span] | None = None,
     dropout_key: int | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one replica in the step that begins after `consumed` samples; `spans` and `dropout_key`
-    as in `of`."""
+    """The micro-batches of one replica in the step after `consumed` samples; `spans`, `dropout_key`: as in
+    `MicroBatch.of`."""
     ids = samples.sample_ids(consumed, plan.global_batch)
     return [
         MicroBatch.of(
@@ -95,7 +95,7 @@ def held_out_share(
     spans: Sequence[Span] | None = None,
     dropout_key: int | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one replica of a held-out global batch (or any other at hand); arguments as in `of`."""
+    """The micro-batches of one replica of a given global batch; arguments as in `MicroBatch.of`."""
     return [
         MicroBatch.of(
             batch.rows(rows.start, rows.stop),

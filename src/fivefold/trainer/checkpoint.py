@@ -1,8 +1,9 @@
 """Checkpoints of a run: saved while training goes on, complete or invisible, loaded into any layout.
 
 Built on torch.distributed.checkpoint, which writes each rank's shards and reshards on loading. Added here: an
-atomic commit, checksums, refusal of whatever is damaged, missing, unasked for or misshapen before a tensor is
-touched, and errors that are the same on every rank. storage.py describes the files, shelf.py the directory.
+atomic commit, checksums, a check before any tensor is written to that nothing is damaged, missing, unexpected or of
+another shape, and errors that are the same on every rank. The files: storage.py; the directory:
+checkpoint_directory.py.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fivefold.config.tree import Checkpoint
 from fivefold.parallel.local import Piece
-from fivefold.trainer import shelf
-from fivefold.trainer.shelf import CheckpointError
+from fivefold.trainer import checkpoint_directory
+from fivefold.trainer.checkpoint_directory import CheckpointError
 from fivefold.trainer.snapshot import HostMemory, LoadPlanner, SavePlanner, local
 from fivefold.trainer.storage import CheckpointWriter, Stored
 
@@ -124,7 +125,7 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The newest complete checkpoint, the same on all ranks; waits for a save under way."""
         self._settle()
-        return self._broadcast(next(reversed(shelf.complete(self._directory)), None))
+        return self._broadcast(next(reversed(checkpoint_directory.complete(self._directory)), None))
 
     def load(
         self,
@@ -193,7 +194,7 @@ class Checkpointer:
     def _meet(self) -> str:
         """Rank 0 opens the directory and leaves a file there that the others must see; returns its ID."""
         session, error = self._broadcast(self._open() if self._rank == 0 else ("", ""))
-        witness = self._directory / f"{shelf.WITNESS}{session}"
+        witness = self._directory / f"{checkpoint_directory.WITNESS}{session}"
         seen = self._gather((os.path.exists(witness), socket.gethostname()))
         if self._rank == 0:
             with contextlib.suppress(OSError):
@@ -210,13 +211,13 @@ class Checkpointer:
 
     def _open(self) -> tuple[str, str]:
         """Makes, locks and cleans the directory: the ID of the file left there, and what went wrong."""
-        session = shelf.unique()
+        session = checkpoint_directory.unique()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = shelf.lock(self._directory)
+            self._lock = checkpoint_directory.lock(self._directory)
             if self._lock is not None:  # else another run might be saving there: better litter than loss
-                shelf.clean(self._directory)
-            (self._directory / f"{shelf.WITNESS}{session}").touch()
+                checkpoint_directory.clean(self._directory)
+            (self._directory / f"{checkpoint_directory.WITNESS}{session}").touch()
         except (OSError, CheckpointError) as error:
             return session, f"cannot keep checkpoints in {self._directory}: {error}"
         return session, ""
@@ -276,7 +277,7 @@ class Checkpointer:
             raise CheckpointError(f"{final} was not saved: {_line(error)}") from error
         if self._rank == 0:
             try:
-                shelf.prune(final, self._options.keep_last, self._options.keep_every)
+                checkpoint_directory.prune(final, self._options.keep_last, self._options.keep_every)
             except OSError as error:
                 logger.warning("an old checkpoint could not be removed: %s", error)
 

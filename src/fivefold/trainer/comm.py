@@ -1,4 +1,4 @@
-"""Ranks that measure collectives: joining, measuring, and what rank 0 reports."""
+"""`fivefold comm bench` and `calibrate` on the ranks: joining, measuring, and the rows that rank 0 reports."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +27,8 @@ from fivefold.trainer.session import torch_backend
 
 SHIFT_SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 TIMEOUT_SECONDS = 120.0
-# Which program gloo's own collectives are taken for in a prediction: its reduce-scatter takes as long as its
-# all-reduce, its all-to-all is pairwise. Those of shm send no messages: only a cluster file predicts them.
+# The programs by which gloo's own collectives are predicted: its reduce-scatter takes as long as its all-reduce, its
+# all-to-all is pairwise. The collectives of shm send no messages and are predicted by a cluster file only.
 _TAKEN_FOR = {
     "gloo": {
         "all_reduce": ("all_reduce", "ring"),
@@ -42,7 +42,7 @@ _TAKEN_FOR = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `comm bench` is asked for.
+    """The arguments of `comm bench`.
 
     Attributes:
         algorithms: names of backends and programs; a program may name its transport: "ring@gloo". Empty: all.

@@ -1,4 +1,4 @@
-"""Whether this machine can compile what torch.compile writes. Imports no torch: it is asked before ranks start."""
+"""Whether torch.compile finds a C++ compiler. Imports no torch: checked before ranks start."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Where a number that is not finite came from: the first module, rank, micro-batch and samples."""
+"""Where a non-finite value came from: the first module, rank, micro-batch and samples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.parallel.apply import ParallelModel
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import MicroBatch
@@ -15,7 +15,7 @@ from fivefold.trainer.batches import MicroBatch
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """Where one rank first meets a bad number; the smallest of all ranks' findings is the origin."""
+    """Where one rank first finds a non-finite value; the smallest finding of all ranks is the origin."""
 
     in_backward: bool
     micro_batch: int
@@ -24,10 +24,10 @@ class Finding:
 
 
 def first_non_finite(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> str:
-    """One line on the origin of a non-finite loss or gradient. Collective; called while gradients still stand.
+    """One line on the origin of a non-finite loss or gradient. Collective; called before gradients are cleared.
 
-    The forward is run again with every module's output looked at. Where all outputs are finite the fault arose
-    in backward, and the last parameter in forward order whose gradient is not finite was the first reached.
+    Runs the forward again and checks every module's output. If all are finite, the value arose in backward, and its
+    first non-finite gradient is that of the last such parameter in forward order.
     """
     found = _in_forward(model, micro_batches) or _in_gradients(model)
     findings: list[Finding | None] = [found]
@@ -71,8 +71,8 @@ def _in_forward(model: ParallelModel, micro_batches: Sequence[MicroBatch]) -> Fi
 
 
 def _as_they_end(module: nn.Module, name: str = "") -> Iterator[str]:
-    """Names of a module and all below it, what it contains first: one rank's bad output of a part is another rank's bad
-    output of the whole."""
+    """Names of a module and its children in the order in which their forwards end, children first: a rank whose part
+    of a module fails should come before one that sees only the module's output."""
     for part, child in module.named_children():
         yield from _as_they_end(child, f"{name}.{part}" if name else part)
     yield name
@@ -89,7 +89,7 @@ def _in_gradients(model: ParallelModel) -> Finding | None:
 
 
 def _layer(model: Model, module: str) -> int:
-    """Where a module is in the whole model: ranks of a pipeline have different ones."""
+    """The position of a module in the whole model, comparable between pipeline ranks."""
     kind, _, rest = module.partition(".")
     if kind == "layers":
         return int(rest.partition(".")[0])

@@ -1,4 +1,4 @@
-"""The run directory: chosen so that no earlier run is touched, and what every run puts there."""
+"""The run directory: its choice, so that no earlier run is overwritten, and the files that every run has in it."""
 
 import os
 import shutil
@@ -11,14 +11,14 @@ from fivefold.config.errors import BadInput
 from fivefold.config.huggingface import CONFIG_JSON
 from fivefold.config.load import dump
 from fivefold.config.tree import Config, Run
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 
-CONFIG, CHECKPOINTS, TOKENIZER, METRICS = "config.toml", "checkpoints", "tokenizer.json", "metrics.jsonl"
+CONFIG, CHECKPOINTS, TOKENIZER = "config.toml", "checkpoints", "tokenizer.json"
 RUNS = Path("runs")
 
 
 def choose_directory(run: Run, resume: bool) -> Path:
-    """Where the run lives. Touches nothing.
+    """The directory of the run. Creates nothing.
 
     A directory that holds a run is only used to resume it, and one that holds a checkpoint for nothing. Where
     `run.dir` is not given, a new run takes runs/NAME, or the first of runs/NAME-2, runs/NAME-3, … that is free.
@@ -63,7 +63,7 @@ def find_checkpoint(run: Path) -> tuple[Path, Path]:
     if run.parent.name == CHECKPOINTS and run.is_dir():
         return run.parent.parent, run
     check_run(run)
-    found = shelf.complete(run / CHECKPOINTS)
+    found = checkpoint_directory.complete(run / CHECKPOINTS)
     if not found:
         raise BadInput(f"{run}: no complete checkpoint yet; wait for one, or train on with --resume")
     return run, found[-1]
@@ -100,7 +100,7 @@ def write_run(directory: Path, config: Config, tokenizer: Path, *, resume: bool)
 def _check_no_checkpoint(run: Run, resume: bool) -> None:
     """A checkpoint holds a config, too: taken for a run, it would be overwritten."""
     path = _given(run)
-    if path is None or not os.path.isfile(path / shelf.MANIFEST):
+    if path is None or not os.path.isfile(path / checkpoint_directory.MANIFEST):
         return
     held_by = path.absolute().parent.parent
     if resume:

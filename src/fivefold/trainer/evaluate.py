@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Sequence
 
 from fivefold.parallel.apply import ParallelModel
-from fivefold.trainer.agree import Agreement
+from fivefold.trainer.agreement import Agreement
 from fivefold.trainer.batches import MicroBatch
 
 
 def evaluate(model: ParallelModel, shares: Iterable[Sequence[MicroBatch]], agreement: Agreement) -> float:
-    """Nats per counted token over all shares of all ranks: one sum divided by one count. Collective."""
+    """The loss in nats per counted token over all ranks: one sum divided by one count. Collective."""
     loss_sum = counted = 0.0
     for share in shares:
         loss_sum += model.evaluate(share) * model.counts_results

@@ -1,4 +1,4 @@
-"""What a run keeps for life: under another value of these keys its checkpoints would mean something else."""
+"""The identity of a run: config keys that a resumed run must not change, because its checkpoints depend on them."""
 
 import json
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ import msgspec
 
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Config
-from fivefold.trainer import shelf
+from fivefold.trainer import checkpoint_directory
 
 SAMPLES = "samples"
-# Of the model, what a trained one does not show.
+# Keys of [model] that a trained model does not depend on.
 FREE = ("preset", "max_positions", "init_std", "dropout")
 
 
 def identity(config: Config, samples: str) -> dict[str, Any]:
-    """What a checkpoint's tensors and counters rest on, by config key: the model, the state that its optimizer
-    keeps, the type both are kept in, and what its sample counter counts (`samples`: `Mixture.digest`). JSON-able.
+    """The values that a checkpoint's tensors and counters depend on, by config key: the model, the optimizer and its
+    dtype, and the samples that its counter counts (`samples`: `Mixture.digest`). JSON-able.
     """
     model = msgspec.to_builtins(config.model)
     kept = {f"model.{key}": value for key, value in model.items() if key not in FREE}
@@ -32,8 +32,8 @@ def identity(config: Config, samples: str) -> dict[str, Any]:
 
 
 def refuse_change(stored: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
-    """Raises BadInput if a run of identity `now` cannot go on from a `checkpoint` of identity `stored`; weights that
-    `fivefold convert` put there have none."""
+    """Raises BadInput if a run of identity `now` cannot continue from a `checkpoint` of identity `stored`. Weights
+    written by `fivefold convert` have no identity."""
     if not stored:
         raise BadInput(
             f"{checkpoint} holds weights alone, no run to go on with; train from the Hugging Face directory they came "
@@ -54,15 +54,16 @@ def refuse_change(stored: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
 
 
 def check_resume(config: Config, checkpoints: Path) -> None:
-    """Refuses, before a rank starts, what `refuse_change` would of the newest checkpoint, but for its samples: to know
-    those the text has to be read. A damaged checkpoint is left to who loads it.
+    """Applies `refuse_change` to the newest checkpoint before a rank starts, except for the samples, whose digest is
+    known only after the data is prepared. A damaged checkpoint is reported when it is loaded.
 
     Raises:
         BadInput: in one line.
     """
-    for newest in shelf.complete(checkpoints)[-1:]:
+    for newest in checkpoint_directory.complete(checkpoints)[-1:]:
         try:
-            stored = json.loads((newest / shelf.MANIFEST).read_bytes())["counters"].get("identity", {})
+            manifest = json.loads((newest / checkpoint_directory.MANIFEST).read_bytes())
+            stored = manifest["counters"].get("identity", {})
             now = identity(config, stored[SAMPLES] if stored else "")
         except (OSError, ValueError, KeyError, TypeError):
             return

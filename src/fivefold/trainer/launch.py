@@ -1,7 +1,8 @@
-"""Starting local ranks and telling, once and in one line, what became of them; and the frame a rank runs in.
+"""Starting local ranks with torch's elastic agent, and reporting their failure once, in one line; and `as_rank`, the
+context in which a rank runs.
 
-The ranks are commands, not functions: a function entry point that ends gracefully after a signal never exits
-(it waits for its parent, which waits for it). Everything rests on torch's elastic agent.
+Ranks are started as commands, not as functions: a function entry point that ends gracefully after a signal never exits
+(it waits for its parent, which waits for it).
 """
 
 import ctypes
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MOST_RANKS_PER_CORE = 32
 """Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# What a rank says whose only trouble is that another one is gone.
+# Messages of ranks that failed only because another rank is gone.
 CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -51,9 +52,9 @@ def start_local(
 ) -> int:
     """Starts `ranks` processes of this Python with `arguments` on this host and waits for them.
 
-    A failure of any rank ends all of them; one line on stderr names the first. SIGINT, SIGTERM, SIGHUP and
-    SIGUSR1 ask the ranks to stop, and they have all the time they need to finish a step and save; a second one,
-    later than two seconds, kills them.
+    If a rank fails, all are ended, and one line on stderr names the first failure. SIGINT, SIGTERM, SIGHUP and SIGUSR1
+    ask the ranks to stop; they may take as long as they need to finish the step and save. A second signal, more than
+    two seconds later, kills them.
 
     Args:
         arguments: what follows `python`, e.g. ["-m", "fivefold", "train", "run.toml"].
@@ -62,7 +63,7 @@ def start_local(
         saves: whether ranks that are asked to stop have something to save; else a signal just ends them.
 
     Returns:
-        0 = all ranks ended well, 1 = one failed or a signal stopped them, 2 = they called the input bad.
+        0 = all ranks succeeded, 1 = one failed or a signal stopped them, 2 = bad input.
 
     Raises:
         BadInput: more ranks than this machine should start.
@@ -93,7 +94,7 @@ def _check_count(ranks: int) -> None:
 
 
 def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
-    """Says how it ended, unless it ended well, and returns the exit code."""
+    """Reports how the ranks ended, unless they succeeded; returns the exit code."""
     if relay.killed:
         _say("killed; what was not saved yet is lost" if relay.saves else "killed")
         return 1
@@ -109,8 +110,8 @@ def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_
 def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgent":
     """torch's elastic agent for one host, with a store at a port that the kernel chose.
 
-    `elastic_launch` does the same, but hides the ranks' process ids: it can only end the ranks within a fixed
-    time, while a save takes as long as it takes. Its c10d rendezvous costs 0.1 s more.
+    `elastic_launch` does the same but hides the ranks' process ids, so it can only end them within a fixed time, and a
+    save may take longer. Its c10d rendezvous costs 0.1 s more.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -144,8 +145,8 @@ def _safe_path() -> list[str]:
 
 
 class _Relay:
-    """While it is entered, a signal goes to the ranks as SIGTERM, a request to stop, and a second one as SIGKILL.
-    The agent's own handler would give them 30 seconds.
+    """Context manager that forwards a signal to the ranks as SIGTERM (a request to stop), and a second one as SIGKILL.
+    The agent's own handler would kill them after 30 seconds.
     """
 
     def __init__(self, saves: bool) -> None:
@@ -188,12 +189,12 @@ class _Relay:
 
 @contextmanager
 def as_rank(place: Place | None, *, debug: bool = False) -> Iterator[None]:
-    """The frame around all a rank does: it computes on its share of the cores, ends with its launcher, and reports
-    its own failure once.
+    """Context for everything a rank does: it uses its share of the cores, ends with its launcher, and reports its own
+    failure once.
 
-    An exception ends the process: exit code 2 for BadInput, else 1. An elastic launcher gets it recorded, to
-    print it once (of bad input its one line, with `debug` its traceback); under srun and mpirun the rank prints one
-    line. Without a launcher nothing is caught.
+    An exception ends the process with exit code 2 for BadInput, else 1. For an elastic launcher it is recorded in the
+    error file, so that the launcher prints it once (for bad input its line, with `debug` its traceback); under srun and
+    mpirun the rank prints one line. Without a launcher nothing is caught.
     """
     if place is None:
         yield
@@ -204,7 +205,7 @@ def as_rank(place: Place | None, *, debug: bool = False) -> Iterator[None]:
         yield
     except (SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # CheckpointException, for one, is no Exception
+    except BaseException as error:  # CheckpointException, for example, is not an Exception
         _record(place, error, debug)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -213,8 +214,8 @@ def as_rank(place: Place | None, *, debug: bool = False) -> Iterator[None]:
 
 
 def _follow_launcher(place: Place) -> None:
-    """Asks Linux for a SIGTERM when the launcher dies, however: else its ranks would train on, unseen. One that died
-    while this rank was starting is noticed by its process id."""
+    """Asks Linux to send SIGTERM when the launcher dies: otherwise its ranks would go on training unattended. A
+    launcher that died while this rank was starting is noticed by its process id."""
     if place.launcher in ("fivefold", "torchrun", "accelerate") and sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
@@ -223,7 +224,7 @@ def _follow_launcher(place: Place) -> None:
 
 
 def _share_cores(place: Place) -> None:
-    """srun and mpirun leave every rank a thread per core, which on two cores is three times slower than one."""
+    """Limits threads under srun and mpirun, where each rank has one per core: on two cores three times slower."""
     threads = threads_of_rank(os.environ, place)
     if threads is not None:
         import torch
@@ -257,8 +258,8 @@ def _told(error: BaseException) -> str:
 
 def _report(failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
     """One line about the rank that failed first, and its traceback in a file."""
-    # In the order the agent saw them end. Its time stamps are whole seconds, too coarse to tell a cause from
-    # its consequences; those are told by what they say.
+    # Failures are in the order in which the agent saw the ranks end. Its time stamps (whole seconds) are too coarse to
+    # separate the cause from its consequences, which are recognised by their messages.
     rank, failure = min(failures.items(), key=lambda item: _is_secondary(item[1]))
     message = _message(failure)
     if message and failure.exitcode == 2:
@@ -283,13 +284,13 @@ def _report(failures: "Mapping[int, ProcessFailure]", failure_file: Path | None)
 
 
 def _message(failure: "ProcessFailure") -> str:
-    """What the rank recorded about its end, in one line; "" if nothing."""
+    """The error that the rank recorded, in one line; "" if none."""
     recorded = failure.error_file_data["message"]
     return " ".join(recorded["message"].split()) if isinstance(recorded, dict) else ""
 
 
 def _is_secondary(failure: "ProcessFailure") -> bool:
-    """Whether the rank ended because another had, or because it was told to, before it could listen."""
+    """Whether the rank ended because another one failed, or by a SIGTERM before its signal handler was installed."""
     told_to_end = failure.exitcode == -signal.SIGTERM or failure.exitcode == 128 + signal.SIGTERM
     return told_to_end or _is_consequence(_message(failure))
 
@@ -304,7 +305,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _rank_environment(environment: MutableMapping[str, str], ranks: int) -> Iterator[None]:
-    """What ranks on one host should inherit, unless the user has decided otherwise."""
+    """Environment variables for ranks on one host, unless the user has set them."""
     before = dict(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     # Else gloo looks up the host's name, which fails in many containers.
@@ -318,7 +319,7 @@ def _rank_environment(environment: MutableMapping[str, str], ranks: int) -> Iter
 
 @contextmanager
 def _silence(name: str) -> Iterator[None]:
-    """Drops what a logger and those below it say: up to 27 lines for one failure."""
+    """Silences a logger and its children: torch logs up to 27 lines for one failure."""
     logger = logging.getLogger(name)
     before, quiet = logger.propagate, logging.NullHandler()
     logger.propagate = False

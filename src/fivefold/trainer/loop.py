@@ -1,4 +1,4 @@
-"""A run from its first step, or from a checkpoint, to its last."""
+"""The training loop: steps, evaluations and checkpoints, from the first step or a checkpoint to the last step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,24 +26,24 @@ from fivefold.spec.legal import Resolved
 from fivefold.trainer import machine
 from fivefold.trainer.batches import MicroBatch, held_out_share, training_share
 from fivefold.trainer.checkpoint import Checkpointer
+from fivefold.trainer.checkpoint_directory import CheckpointError
 from fivefold.trainer.evaluate import evaluate
 from fivefold.trainer.identity import identity, refuse_change
 from fivefold.trainer.loss_scale import LossScale
-from fivefold.trainer.optimizer import LocalOptimizer, behind
+from fivefold.trainer.optimizer import LocalOptimizer, optimizer_options
 from fivefold.trainer.profile import StepProfile
 from fivefold.trainer.session import Session
-from fivefold.trainer.shelf import CheckpointError
-from fivefold.trainer.state import COMPRESSION, Counters, Regrouped, tensors
+from fivefold.trainer.state import COMPRESSION, Counters, RegroupedCompression, tensors
 from fivefold.trainer.step import Stepper, StepResult
 
 
 class RunError(RunFailed):
-    """The run cannot go on; every rank raises it in the same step."""
+    """The run cannot continue; every rank raises it in the same step."""
 
 
 @dataclass(slots=True)
 class Loop:
-    """One rank's run: everything a step needs, how far it has come, and who watches."""
+    """One rank's run: what a step needs, the counters of its progress, and the observer it reports to."""
 
     session: Session
     resolved: Resolved
@@ -64,7 +64,7 @@ class Loop:
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
-            LocalOptimizer(behind(config), model.parameters),
+            LocalOptimizer(optimizer_options(config), model.parameters),
             session.agreement,
             session.recorder,
             StepClock(),
@@ -86,16 +86,16 @@ class Loop:
         return self.checkpoints.latest()
 
     def restore(self) -> None:
-        """Goes back to the newest complete checkpoint, if there is one. Collective.
+        """Loads the newest complete checkpoint, if there is one. Collective.
 
         Raises:
-            BadInput: this run's config gives what is kept there another meaning.
+            BadInput: the checkpoint belongs to a config of another identity (`trainer.identity`).
             CheckpointError: the checkpoint is damaged, or holds other tensors.
         """
         path = self.checkpoints.latest()
         if path is None:
             return
-        regrouped = Regrouped(self.model, self.checkpoints.shapes(path))
+        regrouped = RegroupedCompression(self.model, self.checkpoints.shapes(path))
         stored = self.checkpoints.load(
             path,
             regrouped.asked(tensors(self.model, self.stepper.optimizer)),
@@ -107,7 +107,7 @@ class Loop:
         scale = stored.pop("loss_scale")
         self.counters = Counters(**stored)
         self.stepper.optimizer.set_updates(self.counters.updates)
-        if scale and self._has_loss_scale:  # what other types store or need says nothing about fp16's
+        if scale and self._has_loss_scale:  # a run may be resumed in another precision
             self.stepper.loss_scale.value, self.stepper.loss_scale.good_steps = scale
         self.saved_step = self.counters.step
         self.model.data.updated()
@@ -125,20 +125,20 @@ class Loop:
         return left
 
     def start_from(self, weights: HubWeights) -> None:
-        """Takes published weights instead of initial values; each rank reads its own parts."""
+        """Replaces the initial values by a Hugging Face model's weights; each rank reads its own parts."""
         for parameter in self.model.parameters:
             load(parameter, weights)
         self.model.data.updated()
 
     def steps(self, count: int) -> None:
-        """So many steps and nothing else: no evaluation, no checkpoint."""
+        """Takes `count` steps, without evaluations and checkpoints."""
         self.session.recorder.clear()
         self.stepper.clock.lap()
         for _ in range(count):
             self._step()
 
     def run(self) -> str:
-        """Trains until the last step or until a stop is agreed; returns how it ended."""
+        """Trains until the last step or until the ranks agree to stop; returns how it ended."""
         run, checkpoint = self.resolved.config.run, self.resolved.config.checkpoint
         self.session.recorder.clear()
         self.stepper.clock.lap()
@@ -159,7 +159,7 @@ class Loop:
         return "done"
 
     def _step(self) -> bool:
-        """One optimizer step and its report; returns whether a stop was agreed."""
+        """One optimizer step and its report; returns whether the ranks agreed to stop."""
         step = self.counters.step + 1
         try:
             return self._take_step()
@@ -181,7 +181,7 @@ class Loop:
                 step_key(self.resolved.config.run.seed, counters.step),
             )
         learning_rate = self.resolved.learning_rate.at(counters.tokens + plan.global_batch_tokens)
-        stop_asked = self.stop_requested() or self.observer.is_unheard
+        stop_asked = self.stop_requested() or self.observer.output_closed
         flags = (float(stop_asked), float(self.checkpoints.poll()))
         take_step = self.stepper.step if self.profiled else self._profiled_step
         result = take_step(share, learning_rate, flags)
@@ -195,7 +195,7 @@ class Loop:
     def _profiled_step(
         self, share: Sequence[MicroBatch], learning_rate: float, flags: Sequence[float]
     ) -> StepResult:
-        """This start's first step, with memory by category told afterwards."""
+        """The first step after a start, with memory by category measured and reported."""
         self.profiled = True
         with StepProfile(self.model, self.stepper.optimizer) as profile, self.session.profiled():
             result = self.stepper.step(share, learning_rate, flags, profile.inspect)
@@ -203,7 +203,7 @@ class Loop:
         return result
 
     def _report(self, result: StepResult, learning_rate: float, plan: BatchPlan) -> None:
-        """Tells a step to whoever watches; ends the run after too many skips in a row."""
+        """Reports a step to the observer; ends the run after too many skipped steps in a row."""
         self.last_loss = result.loss
         self.observer.step(self._metrics(result, learning_rate, plan))
         self.session.recorder.clear()
@@ -216,7 +216,7 @@ class Loop:
             raise RunError(f"{line}; {counters.skips_in_a_row} skips in a row (precision.max_skips)")
 
     def _metrics(self, result: StepResult, learning_rate: float, plan: BatchPlan) -> StepMetrics:
-        """What the step that just ended did and cost."""
+        """The metrics of the step that just ended."""
         config, session = self.resolved.config, self.session
         seconds = self.stepper.clock.lap()
         flops_per_token = 3 * forward_per_token(config.model, plan.sequence_length, "causal").total
@@ -240,7 +240,7 @@ class Loop:
         )
 
     def _evaluate(self) -> None:
-        """The held-out loss, told to whoever watches. Collective."""
+        """Computes the held-out loss and reports it. Collective."""
         config, plan = self.resolved.config, self.resolved.batch
         if not self.samples.validation_count:
             return
@@ -254,7 +254,7 @@ class Loop:
         self.observer.evaluation(self.counters.step, self.last_evaluation)
 
     def _save(self, asynchronous: bool) -> None:
-        """Begins a checkpoint of this step (and, if not asynchronous, ends it)."""
+        """Starts a checkpoint of this step, and finishes it if not asynchronous."""
         self._finish_save()
         state = tensors(self.model, self.stepper.optimizer)
         scale = self.stepper.loss_scale
@@ -268,7 +268,8 @@ class Loop:
         self.saved_step = self.counters.step
 
     def _finish_save(self) -> None:
-        """Ends the save under way. One that failed is told, and training goes on with the checkpoint before."""
+        """Waits for the save in progress. If it failed, that is reported, and training continues with the checkpoint
+        before it."""
         try:
             with self.stepper.clock.measure("checkpoint"):
                 self.checkpoints.wait()
@@ -284,7 +285,7 @@ class Loop:
         return identity(self.resolved.config, self.samples.digest())
 
     def sample(self, prompt: list[int], count: int) -> list[int]:
-        """Tokens the model continues `prompt` with. Collective: every rank draws the same."""
+        """Continues `prompt` by `count` tokens. Collective: every rank draws the same tokens."""
         config = self.resolved.config
         with self.session.recorder.paused(), torch.no_grad():
             return generate(

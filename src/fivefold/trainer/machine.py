@@ -1,4 +1,4 @@
-"""The one place for device-specific code and for the choices made by measurement at start-up."""
+"""Device-specific code, and the settings chosen by measurement at start-up."""
 
 import ctypes
 import mmap
@@ -63,7 +63,7 @@ def shares_memory() -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all it was given, so that a clock read next is true."""
+    """Waits for all work on the device, so that a time measured next is correct."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -116,7 +116,7 @@ def measure(machine: Machine, dtype: str, device: torch.device) -> tuple[Machine
 
 
 def apply(machine: Machine) -> str:
-    """Puts the resolved choices into force in this process; call it before the model is built.
+    """Applies the resolved settings in this process; call it before the model is built.
 
     Returns:
         A note on what could not be done, or "".
@@ -180,7 +180,7 @@ def _products(dtype: torch.dtype, device: torch.device) -> list[Product]:
 def _choose_matmul(dtype: str, device: torch.device) -> tuple[Literal["highest", "medium"], str]:
     """The faster of torch's two float32 paths, if "medium" still computes in float32 on this device."""
     if dtype == "float64":
-        return "highest", "highest: float64 products know no other path"
+        return "highest", "highest: the only path for float64"
     products = _products(torch.float32, device)
     torch.set_float32_matmul_precision("medium")
     error = max(product.error() for product in products)

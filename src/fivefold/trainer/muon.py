@@ -1,10 +1,10 @@
-"""Muon (Jordan et al. 2024) on divided matrices: each is orthogonalised whole, on one rank of those that hold it.
+"""Muon (Jordan et al. 2024) on sharded matrices: each matrix is gathered to one of the ranks that hold parts of it, and
+orthogonalised there.
 
-The step of a matrix is its momentum, orthogonalised by torch.optim.Muon and scaled to the size AdamW's steps have
-(Liu et al. 2025), so that one learning rate serves both. Momentum stays where the parameter is. What is to be
-orthogonalised goes to its owners in two all-to-alls: the shards of ZeRO together to one of their ranks, then what
-tensor parallel has divided to one of its; the steps come back in two others. On the way it is bf16, to which torch
-rounds it first. Twin: ledger/muon.py.
+The update of a matrix is its momentum, orthogonalised by torch.optim.Muon and scaled to the size of AdamW's updates
+(Liu et al. 2025), so that one learning rate serves both. Momentum is sharded like the parameter. Matrices travel to
+their owners in two all-to-alls, over the ZeRO group and then over the tensor-parallel group, and the updates return
+in two others. They travel in bf16, to which torch.optim.Muon rounds its input anyway. Twin: ledger/muon.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ from fivefold.spec.parts import Part
 
 
 class Muon:
-    """Momentum and steps of the matrices among a rank's parameters."""
+    """Momentum and updates of the matrices among a rank's parameters."""
 
     def __init__(self, options: Optimizer, parameters: Sequence[LocalParameter]) -> None:
-        """Collective where matrices are divided."""
+        """Collective if matrices are sharded."""
         self.options = options
         self.parameters = [parameter for parameter in parameters if is_matrix(parameter.spec)]
         self.momenta = [torch.zeros_like(parameter.value) for parameter in self.parameters]
@@ -62,22 +62,22 @@ class Muon:
         return {f"{p.spec.name}.momentum_buffer": p.piece(momentum) for p, momentum in pairs}
 
     def _look_ahead(self, parameter: LocalParameter, momentum: Tensor) -> Tensor:
-        """Lets momentum follow the gradient; what is to be orthogonalised (Nesterov's look ahead), in bf16."""
+        """Updates the momentum; returns what is to be orthogonalised (Nesterov's look-ahead), in bf16."""
         gradient = parameter.value.grad
-        if gradient is None:  # no token came by
+        if gradient is None:  # an expert that received no token
             gradient = torch.zeros_like(momentum)
         momentum.lerp_(gradient, 1 - self.options.momentum)
         return gradient.lerp(momentum, self.options.momentum).bfloat16()
 
 
 def scale(shape: Sequence[int]) -> float:
-    """What makes an orthogonal matrix as large as a step of AdamW (Liu et al. 2025, eq. 4)."""
+    """The factor that scales an orthogonal matrix to the size of an AdamW update (Liu et al. 2025, eq. 4)."""
     return 0.2 * sqrt(max(shape[-2:]))
 
 
 def direction(whole: Tensor) -> Tensor:
-    """About −U·Vᵀ of a bf16 matrix U·S·Vᵀ, or of each of `[experts, rows, columns]`: where torch.optim.Muon moves a
-    zero at the learning rate that undoes its scale."""
+    """Approximately −U·Vᵀ for a bf16 matrix U·S·Vᵀ, or for each of `[experts, rows, columns]`: the update that
+    torch.optim.Muon applies to a zero matrix, at the learning rate that cancels its scale."""
     if whole.dim() == 3:
         return torch.stack([direction(matrix) for matrix in whole])
     moved = nn.Parameter(torch.zeros_like(whole))
@@ -94,10 +94,10 @@ def direction(whole: Tensor) -> Tensor:
 
 
 class Exchange:
-    """Brings parts that the ranks of a group hold to the owners of the wholes, and back.
+    """Gathers matrices, whose parts the ranks of a group hold, to their owners, and scatters the results back.
 
     Attributes:
-        owned: what this rank has after `gather`, by number: the box around all ranks' parts.
+        owned: the matrices this rank owns, by number: the box around the parts of all ranks.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Exchange:
         """Collective.
 
         Args:
-            group: ranks among which matrices are divided; None = each has them whole.
-            parts: what this rank holds, by numbers that are the same on every rank of the group.
-            shapes: of the whole parameters.
+            group: ranks that each hold a part of the matrices; None = this rank holds them whole.
+            parts: this rank's part of each matrix, by numbers that are the same on every rank of the group.
+            shapes: of the whole parameters, by number.
         """
         self._group = group if parts else None
         self._device = device
@@ -131,8 +131,8 @@ class Exchange:
         self.owned = self._owned[self._group.rank()]
 
     def gather(self, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """What this rank owns, of the parts in `tensors` (which may hold others). Of equal parts only the first rank's
-        is sent."""
+        """The matrices that this rank owns, assembled from every rank's parts in `tensors`. If several ranks hold the
+        same part, only the first of them sends it."""
         if self._group is None:
             return {index: tensors[index] for index in self.owned}
         given = self._given[self._group.rank()]
@@ -148,7 +148,7 @@ class Exchange:
         return wholes
 
     def scatter(self, wholes: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """This rank's parts, of what the owners have in `wholes`."""
+        """This rank's parts of the matrices that their owners have in `wholes`."""
         if self._group is None:
             return {index: wholes[index] for index in self.owned}
         mine = self._parts[self._group.rank()]
@@ -166,7 +166,7 @@ class Exchange:
         }
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[list[Tensor]]:
-        """What each rank sent here, piece by piece, of `sizes`."""
+        """One all-to-all: the pieces received from each rank, whose numbers of elements are `sizes`."""
         empty = torch.empty(0, dtype=torch.bfloat16, device=self._device)
         outgoing = torch.cat([empty, *(piece for pieces in sent for piece in pieces)])
         incoming = empty.new_empty(sum(map(sum, sizes)))
@@ -185,7 +185,7 @@ class Exchange:
 
 
 def _given(parts: Sequence[Mapping[int, Part]]) -> list[dict[int, Part]]:
-    """What each rank sends of its parts: nothing of one that a rank before it holds, too."""
+    """What each rank sends of its parts: nothing of a part that an earlier rank holds as well."""
     found: list[dict[int, Part]] = []
     seen: set[tuple[int, Part]] = set()
     for of_rank in parts:
@@ -203,7 +203,7 @@ def _box_around(parts: Sequence[Part]) -> Part:
 
 
 def _view(whole: Tensor, part: Part, box: Part) -> Tensor:
-    """A part's place in `whole`, which is what `box` is of the parameter."""
+    """A part's view of `whole`, the tensor of the box `box`."""
     if not part.numel:
         return whole.new_empty(part.shape)
     for dim, (start, size) in enumerate(zip(part.starts, part.shape, strict=True)):

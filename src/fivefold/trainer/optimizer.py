@@ -1,4 +1,4 @@
-"""The optimizer over a rank's own parts of the parameters, and its state by global name."""
+"""The optimizer over this rank's parts of the parameters, and its state by global name."""
 
 import msgspec
 import torch
@@ -11,22 +11,22 @@ from fivefold.spec.matrices import is_matrix
 from fivefold.trainer.muon import Muon
 
 
-def behind(config: Config) -> Optimizer:
-    """The optimizer's options; without its momentum where compression has applied it already."""
+def optimizer_options(config: Config) -> Optimizer:
+    """The options of [optimizer]; momentum is 0 where gradient compression applies it (Deep Gradient Compression)."""
     if corrected_momentum(config):
         return msgspec.structs.replace(config.optimizer, momentum=0.0)
     return config.optimizer
 
 
 class LocalOptimizer:
-    """AdamW, SGD, or Muon for the layers' matrices and AdamW for the rest, on plain local tensors.
+    """AdamW, SGD, or Muon for the layers' matrices with AdamW for the rest, on plain local tensors.
 
-    State names are the field's own (`exp_avg`, `exp_avg_sq`, `momentum_buffer`); the update count is one
-    number for all parameters and lives in the run's counters.
+    State names are torch's (`exp_avg`, `exp_avg_sq`, `momentum_buffer`). The number of updates is the same for all
+    parameters and is kept in the run's counters.
     """
 
     def __init__(self, options: Optimizer, parameters: list[LocalParameter]) -> None:
-        """Collective where Muon's matrices are divided."""
+        """Collective if matrices of Muon are sharded."""
         self.parameters = parameters
         self.muon = Muon(options, parameters) if options.name == "muon" else None
         self._plain = [p for p in parameters if self.muon is None or not is_matrix(p.spec)]

@@ -1,4 +1,4 @@
-"""Memory by category in one step, each category at its fullest."""
+"""Memory by category in one step, each category at its peak."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fivefold.trainer.optimizer import LocalOptimizer
 
 
 class StepProfile:
-    """Watches one step of a model on this rank; a context manager around it.
+    """Measures one step of a model on this rank; a context manager around it.
 
         with StepProfile(model, optimizer) as profile:
             stepper.step(..., inspect=profile.inspect)
         profile.memory
 
-    Gradients, and parameters that a pipeline gathers, are fullest when a backward has ended and nothing of it is
-    reduced yet; what a reduction still has on its way counts as a message, not as a gradient. Activations are what
-    autograd and selective recomputation keep for backward.
+    Gradients, and parameters gathered for a pipeline, peak when a backward has ended and none of its reductions has
+    finished; buffers of reductions in progress count as messages, not as gradients. Activations are the tensors that
+    autograd and selective recomputation save for backward.
     """
 
     def __init__(self, model: ParallelModel, optimizer: LocalOptimizer) -> None:
@@ -32,7 +32,7 @@ class StepProfile:
 
     @property
     def memory(self) -> MemoryByCategory:
-        """Bytes of each category at its fullest."""
+        """Peak bytes of each category."""
         samples = [asdict(sample) for sample in self._samples]
         return MemoryByCategory(**{name: max(sample[name] for sample in samples) for name in samples[0]})
 

@@ -1,4 +1,4 @@
-"""One rank's part in the run: its place, device, process group and what it records."""
+"""One rank's session: its rank, device, default process group and traffic recorder."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,24 +13,24 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from fivefold.collectives.dispatch import DispatchRecorder
 from fivefold.collectives.group import register
+from fivefold.collectives.hang_watch import HangWatch
 from fivefold.collectives.record import Recorder
 from fivefold.collectives.shared_memory.segment import SharedMemoryError
 from fivefold.collectives.shared_memory.transport import SharedMemory
-from fivefold.collectives.watch import HangWatch
 from fivefold.config.errors import BadInput
 from fivefold.trainer import machine
-from fivefold.trainer.agree import Agreement
+from fivefold.trainer.agreement import Agreement
 from fivefold.trainer.place import Place, open_store
 
 T = TypeVar("T")
 POLL_SECONDS = 0.05
 HANG_SECONDS = 8.0
-"""A wait this long is explained on stderr: who has not come, and where they are."""
+"""A wait this long is explained on stderr: which ranks have not entered the collective, and where they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a rank has while the run lasts."""
+    """What a rank has for the duration of the run."""
 
     rank: int
     world_size: int
@@ -44,7 +44,7 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Whether this is the rank that prints and writes files."""
         return self.rank == 0
 
     def profiled(self) -> AbstractContextManager[object]:
@@ -52,11 +52,13 @@ class Session:
         return nullcontext() if self.wrapped else DispatchRecorder(self.recorder)
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, on every rank. Collective.
+        """Calls `make` on rank 0 and returns its result on every rank. Collective.
+
+        The other ranks wait as long as it takes, unless rank 0 dies: tokenizing a corpus takes longer than any timeout
+        of a collective.
 
         Raises:
-            BadInput: what `make` raised on rank 0, on every rank. The others wait for it as long as it takes
-                (tokenizing a corpus outlasts any timeout of a collective), unless rank 0 dies.
+            BadInput: on every rank, if `make` raised it on rank 0.
         """
         if self.world_size == 1:
             return make()
@@ -84,10 +86,10 @@ class Session:
 
 
 def torch_backend(backend: str, device: torch.device, recorder: Recorder, timeout: timedelta) -> str:
-    """What `dist.init_process_group` is to be told for a `parallel.backend`.
+    """The backend name to pass to `dist.init_process_group` for a `parallel.backend`.
 
     Raises:
-        BadInput: it cannot be had here.
+        BadInput: the backend is not available on this machine.
     """
     if backend == "shm":
         if device.type != "cpu" or not machine.shares_memory():
@@ -100,10 +102,10 @@ def torch_backend(backend: str, device: torch.device, recorder: Recorder, timeou
 
 @contextmanager
 def open_session(place: Place | None, backend: str, timeout_seconds: float) -> Iterator[Session]:
-    """Joins the run's process group, and leaves it when the body has ended on this rank without an error.
+    """Initialises the default process group, and destroys it if the body ends without an error.
 
     Args:
-        place: this process's place among the ranks; None for a run of one process.
+        place: this process's rank in its job; None for a run of one process.
         backend: `parallel.backend`.
         timeout_seconds: a collective that takes longer is an error.
     """
@@ -124,5 +126,5 @@ def open_session(place: Place | None, backend: str, timeout_seconds: float) -> I
     with HangWatch(recorder, store, rank, seconds=HANG_SECONDS):
         agreement = Agreement(device)
         yield Session(rank, world_size, per_host, device, recorder, agreement, store, backend, wrapped)
-    dist.barrier()  # a rank that left early would break the connections of those still at work
+    dist.barrier()  # a rank that leaves early breaks the connections of the others
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from fivefold.parallel.local import Piece
-from fivefold.trainer.shelf import CheckpointError
+from fivefold.trainer.checkpoint_directory import CheckpointError
 from fivefold.trainer.storage import kind
 
 

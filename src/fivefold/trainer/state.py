@@ -1,4 +1,4 @@
-"""What a run is made of between two steps, by global names: all of it goes into a checkpoint."""
+"""The state of a run between two steps, by global names: everything that a checkpoint holds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +17,10 @@ COMPRESSION = "compression."  # begins the names of what compression keeps
 
 @dataclass(slots=True)
 class Counters:
-    """How far a run has come.
+    """The progress of a run.
 
     Attributes:
-        step: optimizer steps begun and ended, skipped ones included.
+        step: optimizer steps done, skipped ones included.
         samples, tokens: consumed from the training stream.
         updates: steps that changed the parameters.
         skips_in_a_row: steps skipped since the last update.
@@ -45,7 +45,7 @@ class Counters:
 
 
 def tensors(model: ParallelModel, optimizer: LocalOptimizer) -> dict[str, Tensor | Piece]:
-    """Every tensor of the run's state by global name, each sharing storage with the live one."""
+    """Every tensor of the run's state by global name, sharing storage with the live tensors."""
     found: dict[str, Tensor | Piece] = {f"model.{p.spec.name}": p.piece(p.value) for p in model.parameters}
     found |= {f"model.{name}": buffer for name, buffer in model.module.named_buffers()}
     found |= {f"optimizer.{name}": moment for name, moment in optimizer.state().items()}
@@ -54,11 +54,12 @@ def tensors(model: ParallelModel, optimizer: LocalOptimizer) -> dict[str, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """A tensor that compression keeps for the next step, with its place among those of all ranks.
+class CompressionTensor:
+    """A tensor that gradient compression keeps for the next step, with its place in the checkpoint.
 
-    One of a rank's own is row `row` of as many as ranks share the sum: the rows' total is what counts, so another
-    number of ranks may divide the rows as it likes. One that those ranks share has a row for each set of them.
+    Checkpoints stack the tensors of all ranks along a new dim 0. A tensor of a rank's own (error feedback) is row
+    `row` of as many rows as ranks share the sum; only the sum of the rows matters, so another number of ranks may
+    redistribute them. A tensor that those ranks share (a PowerSGD factor) has one row for each group of such ranks.
     """
 
     key: str
@@ -70,13 +71,13 @@ class Kept:
     is_own: bool
 
     def piece(self) -> Piece:
-        """As row of the whole, sharing storage."""
+        """The tensor as a row of the stacked whole, sharing storage."""
         part = Part((self.row, *self.part.starts), (1, *self.part.shape))
         return Piece(self.value[None], part, (self.rows, *self.shape))
 
 
-def compression_state(model: ParallelModel) -> list[Kept]:
-    """What compression keeps on this rank; empty without."""
+def compression_state(model: ParallelModel) -> list[CompressionTensor]:
+    """The tensors that compression keeps on this rank; empty without compression."""
     held = {parameter.spec.name: parameter for parameter in model.parameters}
     found = []
     for bucket in model.data.buckets:
@@ -91,20 +92,21 @@ def compression_state(model: ParallelModel) -> list[Kept]:
             else:
                 part, shape = Part((0,) * value.dim(), tuple(value.shape)), tuple(value.shape)
                 row, rows = bucket.place
-            found.append(Kept(f"{COMPRESSION}{key}", value, part, shape, row, rows, is_own))
+            found.append(CompressionTensor(f"{COMPRESSION}{key}", value, part, shape, row, rows, is_own))
     return found
 
 
-class Regrouped:
-    """Loads what compression kept on another number of ranks: rows r, r + n, r + 2n, … are summed into rank r's.
+class RegroupedCompression:
+    """Loads compression state that another number of ranks has saved: rank r of n takes the sum of rows r, r + n,
+    r + 2n, ….
 
-    What ranks share starts anew: it is a guess that improves by itself. So does what the checkpoint does not hold: the
-    run was compressed in another way before, or not at all.
+    Shared tensors start anew: PowerSGD's factors converge again by themselves. So do tensors that the checkpoint lacks,
+    because the run was compressed in another way before, or not at all.
     """
 
     def __init__(self, model: ParallelModel, shapes: Mapping[str, tuple[Sequence[int], Any]]) -> None:
-        """`shapes`: of the stored tensors, by name."""
-        self._slabs: list[tuple[Kept, Tensor]] = []
+        """`shapes`: shape and dtype of the stored tensors, by name."""
+        self._slabs: list[tuple[CompressionTensor, Tensor]] = []
         self._tensors: dict[str, Tensor | Piece] = {}
         self._new: set[str] = set()
         for each in compression_state(model):
@@ -130,6 +132,6 @@ class Regrouped:
         return {name: tensor for name, tensor in {**state, **self._tensors}.items() if name not in self._new}
 
     def adopt(self) -> None:
-        """After loading."""
+        """Copies the loaded rows into the live tensors."""
         for each, slab in self._slabs:
             each.value.copy_(slab[each.row :: each.rows].sum(0))

@@ -1,4 +1,4 @@
-"""Stopping when asked to: a signal sets a flag, and the step that sees it ends the run with a checkpoint."""
+"""Stopping on request: a signal sets a flag, and the next step ends the run with a checkpoint."""
 
 import os
 import signal
@@ -17,11 +17,11 @@ ECHO_SECONDS = 2.0
 
 
 class StopSignal:
-    """From `listen` on, notes SIGTERM, SIGINT and SIGUSR1 instead of dying of them; a context manager for the main
-    thread.
+    """After `listen`, SIGTERM, SIGINT and SIGUSR1 set a flag instead of ending the process; a context manager for the
+    main thread.
 
-    The run asks once per step (`if stop:`) and lets the ranks agree. A SIGINT later than two seconds
-    after the first signal ends the process at once, unsaved, with exit code 130.
+    The run tests it once per step (`if stop:`), and the ranks agree on it. A SIGINT more than two seconds after the
+    first signal ends the process immediately, without a save, with exit code 130.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class StopSignal:
         return self
 
     def listen(self) -> None:
-        """To be called when there is something to save: work that may be cut short anywhere, such as tokenizing
-        for an hour, should rather end at once."""
+        """Installs the handlers. To be called when there is something to save: before that, such as during an hour of
+        tokenizing, a signal should end the process immediately."""
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def __exit__(

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fivefold.parallel.local import Piece
-from fivefold.trainer import shelf
-from fivefold.trainer.shelf import MANIFEST, SUMS, CheckpointError
+from fivefold.trainer import checkpoint_directory
+from fivefold.trainer.checkpoint_directory import MANIFEST, SUMS, CheckpointError
 
 FORMAT = 1  # raised when a reader of today could misread what is written
 CONFIG = "config.toml"
@@ -165,7 +165,7 @@ class CheckpointWriter(FileSystemWriter):
         self._write(MANIFEST, json.dumps(self._manifest(metadata), indent=1))
         lines = [f"{file.sha256}  {file.name}\n" for _, file in sorted(self.fs.written.items())]
         self._write(SUMS, "".join(lines))
-        shelf.commit(self._partial, self._final)
+        checkpoint_directory.commit(self._partial, self._final)
 
     def _manifest(self, metadata: Metadata) -> dict[str, Any]:
         tensors = {}

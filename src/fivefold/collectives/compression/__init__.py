@@ -1,12 +1,12 @@
 """Compressed sums of gradients over data-parallel ranks, for links that are slower than the compression.
 
-Every method keeps what it did not send, per parameter, and adds it to the next gradient (error feedback), so that at
+Every method keeps, per parameter, what it did not send, and adds it to the next gradient (error feedback), so that at
 every step, for every parameter,
 
     Σ over steps of what was applied + Σ over ranks of what they keep = Σ over steps and ranks of the true gradients.
 
-A step that is not applied (an overflow) must leave that balance: what `reduce` would keep is kept only once `settle`
-says that the step was.
+A skipped step (an overflow) must not change this balance: what `reduce` wants to keep becomes effective only when
+`settle` confirms that the step was applied.
 """
 
 from typing import Protocol

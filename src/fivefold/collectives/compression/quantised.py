@@ -1,7 +1,8 @@
-"""Sums in fewer bits: every rank gets its share of everyone's codes, adds them up in full precision, and passes the
-sum on in codes. Codes themselves are never added, so nothing overflows and the error does not grow with the ranks.
+"""Quantised sums: every rank receives its share of all ranks' quantised gradients, adds them in full precision, and
+sends the sum quantised to all. Quantised values are never added, so nothing overflows and the error does not grow
+with the ranks.
 
-Both roundings are fed back: a rank keeps what its own codes missed, and what the codes of its share of the sum missed.
+The error feedback of a rank contains both quantisation errors: of its own gradient, and of its share of the sum.
 """
 
 from typing import Protocol

@@ -1,7 +1,8 @@
-"""Only the largest elements of a gradient travel, the rest waits (Strom 2015; Deep Gradient Compression, Lin 2018).
+"""Sparse sums: only the largest elements of a gradient are sent, the rest is kept (Strom 2015; Deep Gradient
+Compression, Lin 2018).
 
-With a momentum μ, velocities are accumulated before selection (u ← μu + g, v ← v + u), and both forget what was sent:
-what waits is then worth what it would have been worth had it been sent at once. An optimizer behind it must have no
+With momentum μ, velocities are accumulated before the selection (u ← μu + g, v ← v + u), and both are cleared where
+elements are sent; an element sent late then has the same effect as one sent at once. The optimizer must have no
 momentum of its own.
 """
 

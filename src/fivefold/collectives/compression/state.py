@@ -1,6 +1,7 @@
-"""What a compressor remembers between steps, by parameter, and how it survives a change of the number of ranks."""
+"""What a compressor remembers between steps, by parameter (on another number of ranks:
+`trainer.state.RegroupedCompression`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,9 +12,9 @@ OWN, SHARED = "own/", "shared/"
 
 
 class Memory:
-    """Tensors by parameter name; changes of a step are kept apart until the step is settled.
+    """Tensors by parameter name; the changes of a step are pending until `settle`.
 
-    `own` ones differ from rank to rank and count as a sum over the ranks; `shared` ones are the same on all.
+    `own` tensors differ between ranks, and only their sum over the ranks matters; `shared` ones are equal on all ranks.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Memory:
         self._pending[f"{SHARED}{kind}/{name}"] = value
 
     def settle(self, applied: bool) -> None:
-        """Keeps what the step has changed, or forgets it."""
+        """Commits the changes of the step if it was applied, else discards them."""
         if applied:
             self._kept.update(self._pending)
         self._pending = {}
@@ -55,21 +56,3 @@ class Memory:
     def _get(self, key: str, like: Tensor) -> Tensor:
         found = self._pending.get(key, self._kept.get(key))
         return torch.zeros_like(like) if found is None else found.view(like.shape)
-
-
-def resharded(states: Sequence[Mapping[str, Tensor]], ranks: int) -> list[State]:
-    """The states of `ranks` ranks that together keep what those of `len(states)` ranks kept.
-
-    New rank r takes the sum of the old ranks r, r + n', r + 2n', …; with more ranks than before, some start with
-    nothing. With as many as before every rank has its own again, bit for bit.
-    """
-    found: list[State] = [{} for _ in range(ranks)]
-    for rank, state in enumerate(states):
-        mine = found[rank % ranks]
-        for key, value in state.items():
-            if key.startswith(SHARED):
-                for each in found:
-                    each.setdefault(key, value)
-            else:
-                mine[key] = mine[key] + value if key in mine else value
-    return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fivefold.config.errors import BadInput
 from fivefold.config.huggingface import read_config_json
-from fivefold.config.tree import Model
+from fivefold.config.model import Model
 from fivefold.nn.hub.names import NO_PARAMETERS, TABLES, Place, places
 from fivefold.spec.parameters import Parameter, parameters
 

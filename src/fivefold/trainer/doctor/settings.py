@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from fivefold.trainer.examine.finding import Finding
+from fivefold.trainer.doctor.finding import Finding
 from fivefold.trainer.place import usable_cores
 
 PREFIXES = (
@@ -42,7 +42,7 @@ KNOWN: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def examine_settings(environment: Mapping[str, str]) -> Iterator[Finding]:
+def check_settings(environment: Mapping[str, str]) -> Iterator[Finding]:
     """One finding for each setting in force; one if there is none."""
     names = sorted(name for name in environment if name.startswith(PREFIXES) or name in OTHERS)
     for name in names:

@@ -1,9 +1,8 @@
-"""A hang explained while it lasts: which rank has not come to which collective, and where it is instead.
+"""Explains a hang while it lasts: which rank has not entered which collective, and where it is instead.
 
-A collective that some rank never enters looks the same on every other rank: silence until the timeout. Each rank
-knows how far it has come in each of its groups (`Recorder.groups`); a thread beside training lets the ranks
-compare. It costs one look into the store per period, and sees what waits in Python: waits inside DDP's C++
-reducer pass unseen.
+If a rank never enters a collective, all others just wait until the timeout. Each rank knows its progress in each of
+its groups (`Recorder.groups`), and a background thread lets the ranks compare. That costs one look-up in the store
+per period, and sees waits in Python only, not those inside DDP's C++ reducer.
 """
 
 import json
@@ -21,15 +20,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from fivefold.collectives.record import Call, Progress, Recorder
 
 _KEY = "fivefold/hang"
-_ALIEN = (os.path.dirname(torch.__file__), os.path.dirname(__file__))  # frames that say nothing to the user
+_INTERNAL = (os.path.dirname(torch.__file__), os.path.dirname(__file__))  # frames not shown to the user
 
 
 class HangWatch:
-    """Calls `report(text)` on every rank that waits when one has waited for `seconds`; a context manager.
+    """When a rank has waited for `seconds`, calls `report(text)` on every waiting rank; a context manager.
 
-    Every rank enters it, with the same `seconds` and a `store` common to all. `name(rank)` is how the report calls
-    a rank: its coordinates, say. A wait is reported once; it may still end well, and what is to follow from a
-    report is up to the caller. `report` runs in the watching thread.
+    Every rank enters it with the same `seconds` and a common `store`. `name(rank)` is a rank's name in reports, for
+    example its coordinates. A wait is reported once and may still end normally. `report` runs in the background thread.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class HangWatch:
         self._name = name
         self._report = report
         self._period = min(1.0, seconds / 4)
-        self._round = 0  # of alarms: each is answered by all ranks, then forgotten
+        self._round = 0  # of alarms: each is answered by all ranks once
         self._reported: set[Call] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
@@ -77,7 +75,7 @@ class HangWatch:
             self._round += 1
 
     def _waits(self, seconds: float) -> list[tuple[Progress, Call]]:
-        """What this rank has waited in for so long and not reported yet."""
+        """Calls in which this rank has waited for at least `seconds`, not reported yet."""
         now = time.monotonic()
         waiting = [(group, group.waiting) for group in list(self._recorder.groups)]
         return [
@@ -87,10 +85,10 @@ class HangWatch:
         ]
 
     def _compare(self) -> None:
-        """Says where this rank is; if it waits, learns where the others are, and reports."""
+        """Publishes this rank's state; if it is waiting, reads the others' states and reports."""
         key = f"{_KEY}/{self._round}/rank"
         self._store.set(f"{key}/{self._rank}", json.dumps(self._state()))
-        # A rank a little behind the one that gave the alarm reports with it, not in an alarm of its own.
+        # A rank that began to wait a little later reports now too, not in an alarm of its own.
         waits = self._waits(self._seconds / 2)
         if not waits:
             return
@@ -105,7 +103,7 @@ class HangWatch:
         self._report("\n".join(self._line(group, call, states) for group, call in waits))
 
     def _state(self) -> dict[str, Any]:
-        """This rank's position, as the others will read it."""
+        """This rank's state, as the others read it."""
         groups = list(self._recorder.groups)
         calls = [(group.axis, group.entered) for group in groups if group.entered]
         axis, last = max(calls, key=lambda pair: pair[1].since, default=("", None))
@@ -116,7 +114,7 @@ class HangWatch:
         }
 
     def _line(self, group: Progress, call: Call, states: dict[int, dict[str, Any]]) -> str:
-        """One wait, and what keeps it waiting."""
+        """One wait, and its cause."""
         waited = time.monotonic() - group.waiting_since
         head = (
             f"{self._name(self._rank)} has waited {waited:.0f} s in {_label(call, group.axis)}, {_place()}: "
@@ -130,7 +128,7 @@ class HangWatch:
         if state is None:
             return f"{self._name(rank)} does not answer (dead, or frozen)"
         where = f"it entered last {state['last']}, and is {state['place']}"
-        if call.primitive in ("send", "recv"):  # the two ends count their messages apart
+        if call.primitive in ("send", "recv"):  # both ends number their messages separately
             return f"{self._name(rank)} has not met it: {where}"
         collectives, *entered = state["groups"].get(group.name, (0,))
         if collectives < call.number:
@@ -147,7 +145,7 @@ def _label(call: Call, axis: str) -> str:
 def _place() -> str:
     """Where the main thread is, in code that is neither torch's nor this package's: "in loop.py:88 (step)"."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame and frame.f_code.co_filename.startswith(_ALIEN):
+    while frame and frame.f_code.co_filename.startswith(_INTERNAL):
         frame = frame.f_back
     if frame is None:
         return "ending"

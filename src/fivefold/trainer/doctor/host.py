@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fivefold.config.errors import BadInput
-from fivefold.trainer.examine.finding import MIB, Finding, size
+from fivefold.trainer.doctor.finding import MIB, Finding, size
 from fivefold.trainer.place import place_from, usable_cores
 
 PACKAGES = ("fivefold", "msgspec", "rich")
@@ -23,7 +23,7 @@ SMALL_DISK = 256 * MIB
 INFINIBAND = Path("/sys/class/infiniband")
 
 
-def examine_host(environment: Mapping[str, str]) -> Iterator[Finding]:
+def check_host(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Everything but network and settings."""
     yield from _software()
     yield from _hardware()

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from fivefold.config.tree import Machine
 from fivefold.trainer import machine
-from fivefold.trainer.examine.finding import Finding, size
+from fivefold.trainer.doctor.finding import Finding, size
 
 LOOPBACK_SECONDS = 90.0  # starting two ranks takes 3; a hung one is found out by its own timeout before this
 
 
-def examine_engine() -> Iterator[Finding]:
+def check_engine() -> Iterator[Finding]:
     """Devices, backends and the choices that `train` would make."""
     device = machine.device()
     yield from _devices(device)
@@ -67,9 +67,9 @@ def _backends(device: torch.device) -> Finding:
     return Finding("Compute", "backends", f"{text}; default {default}", "good")
 
 
-def examine_loopback() -> Finding:
+def check_loopback() -> Finding:
     """Two ranks of this host, started as `train` starts them, reduce tensors together."""
-    command = [sys.executable, "-m", "fivefold.trainer.examine.loopback", "start"]
+    command = [sys.executable, "-m", "fivefold.trainer.doctor.loopback", "start"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LOOPBACK_SECONDS)
     except subprocess.TimeoutExpired:

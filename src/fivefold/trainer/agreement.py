@@ -1,12 +1,12 @@
-"""Numbers that every rank must share before it acts on them."""
+"""Sums over all ranks, for decisions that all ranks must make alike."""
 
 import torch
 import torch.distributed as dist
 
 
 class Agreement:
-    """Sums over all ranks of the run. Every rank gets the same bits, so what follows from them is agreed:
-    a NaN anywhere is a NaN everywhere, a flag raised on one rank is seen by all."""
+    """Sums over all ranks of the run. Every rank gets the same bits, so decisions based on them agree: a NaN on one
+    rank is a NaN on all, and a flag raised on one rank is seen by all."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 from ipaddress import ip_address
 
-from fivefold.trainer.examine.finding import Finding
+from fivefold.trainer.doctor.finding import Finding
 
 SLOW_SECONDS = 2.0  # a look-up of the own name takes a millisecond where DNS works
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
-def examine_network(environment: Mapping[str, str]) -> Iterator[Finding]:
+def check_network(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Linux only as far as interfaces go: elsewhere their addresses need a library."""
     interfaces = addresses()
     with_address = [f"{name} {address}".strip() for name, address in interfaces.items() if address]

@@ -1,4 +1,4 @@
-"""`python -m fivefold.trainer.examine.loopback start`: two local ranks all-reduce; rank 0 prints times as JSON."""
+"""`python -m fivefold.trainer.doctor.loopback start`: two local ranks all-reduce; rank 0 prints times as JSON."""
 
 import json
 import os
@@ -16,7 +16,7 @@ SMALL, LARGE = 2, 4 << 20  # float32 elements: 8 bytes and 16 MiB
 def main() -> int:
     """Starts the ranks ("start"), or is one (its argument is the time of the start)."""
     if sys.argv[1:] == ["start"]:
-        return start_local(["-m", "fivefold.trainer.examine.loopback", str(time.time())], RANKS, saves=False)
+        return start_local(["-m", "fivefold.trainer.doctor.loopback", str(time.time())], RANKS, saves=False)
     place = place_from(os.environ)
     assert place is not None
     with as_rank(place):

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from fivefold.config.tree import Model
-from fivefold.nn.by_hand import by_hand
+from fivefold.config.model import Model
 from fivefold.nn.feed_forward import swiglu
 from fivefold.nn.grouped import copied_in_order
+from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.nn.norm import RMSNorm
 from fivefold.nn.rotary import apply_rotary, rotary_table
 
@@ -73,8 +73,8 @@ def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
     results = []
     for function in (mine, plain):
         out = function(*inputs)
-        slope = drawn(*out.shape, dtype=dtype).detach()
-        results.append((out, *torch.autograd.grad(out, inputs, slope)))
+        grad = drawn(*out.shape, dtype=dtype).detach()
+        results.append((out, *torch.autograd.grad(out, inputs, grad)))
     for found, expected in zip(*results, strict=True):
         assert (found - expected).norm() <= BOUND[dtype] * expected.norm()
 
@@ -88,7 +88,7 @@ def test_finite_differences(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_keep_torchs_own_operations(dtype: torch.dtype) -> None:
     x, weight = drawn(2, 24, dtype=dtype), drawn(24, dtype=dtype)
-    assert not by_hand(x)
+    assert not uses_manual_backward(x)
     assert torch.equal(norm(x, weight), F.rms_norm(x, (24,), weight, 1e-5))
     assert torch.equal(swiglu(x, x), F.silu(x) * x)
     heads = drawn(2, 4, 5, 6, dtype=dtype)
@@ -102,8 +102,8 @@ def test_rows_in_another_order(copies: int) -> None:
     found = copied_in_order(x, order, order.argsort(), copies)
     expected = x.repeat_interleave(copies, dim=0)[order]
     assert torch.equal(found, expected)
-    slope = drawn(*found.shape).detach()
-    mine, plain = (torch.autograd.grad(y, x, slope)[0] for y in (found, expected))
+    grad = drawn(*found.shape).detach()
+    mine, plain = (torch.autograd.grad(y, x, grad)[0] for y in (found, expected))
     assert torch.allclose(mine, plain, rtol=1e-14, atol=1e-14)
 
 

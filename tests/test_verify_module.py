@@ -192,7 +192,7 @@ def only_the_first(module: nn.Module) -> None:
 
 
 def test_a_collective_that_a_rank_leaves_out_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fivefold.proof.by_hand.PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr("fivefold.proof.verify_module.PATIENCE_SECONDS", 1.0)
     with pytest.raises(RankError, match=r"ranks \[0\] had not finished 1 s after ranks \[1\] had"):
         fivefold.verify(plain, Layout(2), rows, finish_fn=only_the_first)
 

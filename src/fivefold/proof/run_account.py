@@ -1,4 +1,4 @@
-"""The account of a user's own run: a few of its steps, what they cost beside what was predicted."""
+"""`fivefold train --account`: the first steps of a run, and what they cost beside the prediction."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from fivefold.proof.account import memory_lines, traffic_lines, transient_line
 from fivefold.trainer.loop import Loop
 
 UNTIMED_STEPS = 2
-"""The first is profiled, which costs time; the second is the first with the speed of the rest."""
+"""The first step is profiled, which costs time; the second still warms up."""
 TIMED_STEPS = 4
 
 
@@ -31,9 +31,8 @@ class RankAccount:
     Attributes:
         traffic: of the last step.
         memory, traffic_of_memory: of the first.
-        step_seconds, computing_seconds: of one of the timed steps, on average; the second less waiting and data.
-        under_way, exposed: of these, seconds by axis: in which a call was under way, and in which it kept this rank
-            from computing.
+        step_seconds, computing_seconds: means of the timed steps; computing excludes waiting and data loading.
+        under_way, exposed: mean seconds by axis in which a collective was running, and in which the rank waited for it.
     """
 
     coordinates: dict[str, int]
@@ -47,7 +46,7 @@ class RankAccount:
 
 
 class _Watch(Observer):
-    """Keeps what the steps of a loop tell."""
+    """Collects the metrics that a loop reports."""
 
     def __init__(self, loop: Loop, found: RankAccount) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class _Watch(Observer):
 
 
 def account_of(loop: Loop) -> dict[str, Any] | None:
-    """Takes the first steps of a run; the account on rank 0, on others None. Collective.
+    """Takes the first steps of a run; returns the account on rank 0, None on the others. Collective.
 
     Keys: `ranks`, `steps` (timed), `traffic`, `memory`, `time` and `communication`, in bytes and seconds; see
     `render/account.py` for what they say.
@@ -96,7 +95,7 @@ def account_of(loop: Loop) -> dict[str, Any] | None:
 
 
 def _job(config: Config, ranks: int) -> Job:
-    """The job of the run; without a cluster, on ranks whose products are as fast as was measured at start."""
+    """The job of the run; without a cluster, on CPU ranks with the matmul rate measured at the start."""
     job = job_of(msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, ranks=ranks)))
     cluster, measured = config.cluster, config.machine.peak_flops
     if cluster.preset or cluster.path or not measured:

@@ -1,4 +1,4 @@
-"""What one rank does from start to end: settle the choices, prepare data, train, finish."""
+"""What one rank (worker process) does from start to end: settle the config, prepare data, train, finish."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ SAMPLE_PROMPT = "def "
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """What rank 0 decides for all."""
+    """What rank 0 decides for all ranks: the config with measured settings, the run directory, the token stores."""
 
     config: Config
     directory: Path
@@ -43,16 +43,16 @@ class _Settled:
     machine_reason: str
 
     def write(self, resume: bool) -> None:
-        """Into the run directory. On rank 0."""
+        """Writes it into the run directory. On rank 0 only."""
         write_run(self.directory, self.config, self.tokens[0] / TOKENIZER, resume=resume)
 
 
-def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
-    """One rank's whole run. Every rank calls it alike. Returns whether the last step is done, rather than stopped.
+def run_worker(resolved: Resolved, place: Place | None, resume: bool) -> bool:
+    """One rank's whole run. Collective. Returns True if the last step is done, False if the run was stopped.
 
     Raises:
         BadInput: the data or the run directory cannot be used.
-        RunError: the run cannot go on.
+        RunError: the run cannot continue.
     """
     config = resolved.config
     with (
@@ -75,7 +75,9 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
                 _say_done(loop, settled)
                 checkpoints.close()
                 return True
-            session.from_main(lambda: settled.write(resume))  # not before: a refused resume changes nothing
+            session.from_main(
+                lambda: settled.write(resume)
+            )  # only now, so that a refused resume changes nothing
         if loop.saved_step is None and (weights := given_weights(config.model)):
             loop.start_from(weights)
         loop.observer = open_observer(
@@ -92,8 +94,10 @@ def work(resolved: Resolved, place: Place | None, resume: bool) -> bool:
 
 
 def first_steps(resolved: Resolved, place: Place | None, take: Callable[[Loop], T]) -> T:
-    """What `take` makes of a run about to take its first step. Every rank calls it alike; nothing is left but the
-    prepared data, beside which the run's directory lies meanwhile: all ranks see it there.
+    """Calls `take` with a run that is ready for its first step, and returns its result. Collective.
+
+    Leaves nothing behind but the prepared data. The run directory is temporary and lies beside the data, where all
+    ranks can see it.
 
     Raises:
         BadInput: the data cannot be used.
@@ -117,7 +121,7 @@ def first_steps(resolved: Resolved, place: Place | None, take: Callable[[Loop], 
 def _settle_briefly(
     config: Config, device: torch.device, enter: Callable[[TemporaryDirectory[str]], str]
 ) -> _Settled:
-    """As `_settle`, in a directory that goes when what `enter` entered is left."""
+    """As `_settle`, in a temporary directory, which the context entered by `enter` removes."""
     settled = _settle(config, Path(), device)
     beside = settled.tokens[0].parent
     directory = enter(TemporaryDirectory(prefix=".account-", dir=beside, ignore_cleanup_errors=True))
@@ -127,7 +131,7 @@ def _settle_briefly(
 def _build(
     session: Session, resolved: Resolved, settled: _Settled, stop: StopSignal
 ) -> tuple[Loop, list[TokenStore]]:
-    """The run at its beginning, and what it reads."""
+    """The loop before its first step, and the token stores it reads."""
     config = settled.config
     resolved = replace(resolved, config=config)
     if note := machine.apply(config.machine):
@@ -139,7 +143,7 @@ def _build(
 
 
 def _settle(config: Config, directory: Path, device: torch.device) -> _Settled:
-    """Rank 0's choices, not yet written into the run's config."""
+    """Prepares the data and measures the machine. On rank 0; nothing is written into the run directory yet."""
     stores = prepare(config.data, config.model.vocab, PreparationProgress(sys.stdout))
     measured, reason = machine.measure(config.machine, config.precision.dtype, device)
     run = msgspec.structs.replace(config.run, dir=str(directory))
@@ -156,7 +160,7 @@ def _say_done(loop: Loop, settled: _Settled) -> None:
 
 
 def _train(loop: Loop, settled: _Settled, stores: Sequence[TokenStore], stop: StopSignal) -> str:
-    """Returns how it ended."""
+    """Trains, and reports start and end; returns how it ended."""
     observer, start_tokens, started = loop.observer, loop.counters.tokens, time.monotonic()
     entropy = loop.samples.unigram_entropy() if loop.session.is_main else 0.0
     observer.start(_start_facts(loop, settled, stores, entropy))
