@@ -158,6 +158,7 @@ def test_sizes() -> None:
         (["bench", "--primitives", "all_redcue"], 'did you mean "all_reduce"?'),
         (["bench", "--algorithms", "rign"], 'did you mean "ring"?'),
         (["bench", "--algorithms", "ring@gluu"], 'did you mean "gloo"?'),
+        (["bench", "--algorithms", "fake"], 'no backend or algorithm "fake"'),
         (["bench", "--ranks", "1"], "two ranks at least"),
         (["bench", "--op", "mean", "--type", "int64"], "take sum, max or min"),
         (["bench", "--cluster", "none.toml"], "no such file"),

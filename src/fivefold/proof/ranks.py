@@ -78,8 +78,11 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # Ctrl-C, say: nobody waits for what ranks still compute
+            self._kill()
 
     def run(
         self,

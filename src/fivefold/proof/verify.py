@@ -5,6 +5,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from math import inf
+from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -120,10 +121,12 @@ class Verifier:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._ranks is not None:
             with suppress(RankError):  # their cases have been reported
-                self._ranks.close()
+                self._ranks.__exit__(kind, error, trace)
 
     def case(self, config: Config, dtypes: Sequence[str]) -> Case:
         """Verifies the twin of `config` in its layout, in each of `dtypes`."""

@@ -122,14 +122,16 @@ def check_algorithms(request: Request) -> tuple[str, ...]:
         BadInput: a name that is neither a backend nor a program of any of the primitives.
     """
     programs = {name for primitive in request.primitives for name in PROGRAMS[primitive]}
-    known = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+    no_real_ones = ("undefined", "fake")  # the second moves nothing
+    listed = [name for name in dist.Backend.backend_list if name not in no_real_ones]
+    known = [name for name in listed if dist.is_backend_available(name)]
     known += ["shm"] if machine.shares_memory() else []
     found = []
     for algorithm in request.algorithms:
         name, at, transport = algorithm.partition("@")
         backend = transport if at else name if name not in programs else ""
-        if backend and (backend not in known or backend == "undefined"):
-            hint = did_you_mean(backend, {*known, *programs} - {"undefined"})
+        if backend and backend not in known:
+            hint = did_you_mean(backend, {*known, *programs})
             raise BadInput(f'--algorithms {algorithm}: no backend or algorithm "{backend}"; {hint}')
         if at and name not in programs:
             raise BadInput(f'--algorithms {algorithm}: no algorithm "{name}"; {did_you_mean(name, programs)}')
