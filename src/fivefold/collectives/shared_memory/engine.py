@@ -34,7 +34,7 @@ Steps: TypeAlias = Generator[Lack | Work, None, None]
 """An operation: yields what it waits for, a word or a work of gloo, and is resumed when that has come."""
 
 SPINS = 1000  # looks at a word, about a tenth of a microsecond each, before the core is given to others
-YIELDS = 100  # where ranks outnumber cores: the core is offered to the others so often before it sleeps
+YIELDS = 50  # where ranks outnumber cores: the core is offered to the others so often before it sleeps
 NAP_SECONDS = 0.01  # then it sleeps: until it is woken, but for so long at most
 THREAD_NAP_SECONDS = 0.001  # the thread's: its caller may have started more meanwhile
 POLL_SECONDS = (0.0001, 0.001)  # where something else than a word is waited for: first, later
