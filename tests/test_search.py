@@ -21,13 +21,15 @@ from fivefold.ledger.total import estimate
 from fivefold.planner import jobs
 from fivefold.planner.advice import neighbours, unfit
 from fivefold.planner.bounds import Prices, alone, quick_bound
-from fivefold.planner.search import job_of, search
+from fivefold.planner.search import Costing, end_bound, job_of, search
 from fivefold.planner.space import Point, Wish, data_layouts, groups, points, series_of, size
 from fivefold.planner.wishes import wish_of
 
 STACK = Stack(compute_copy=0, chunked_loss=True, fused_loss=True)
 SMALL = Model(layers=6, hidden=1024, heads=8, kv_heads=4, ffn=2816, vocab=8192, max_positions=4096)
 EXPERTS = msgspec.structs.replace(SMALL, experts=Experts(count=4, top_k=2, ffn=1408, shared_ffn=512))
+UNEVEN = msgspec.structs.replace(SMALL, experts=Experts(count=8, top_k=1, ffn=2816, dense_layers=2))
+"""The first layers take the most time, the last ones hold the most parameters."""
 
 
 def wish(model: Model, kind: str = "2x4 a100", gib: float = 80.0, batch: int = 32, **fixed: object) -> Wish:
@@ -64,7 +66,7 @@ def brute(wished: Wish) -> list[tuple[float, int]]:
 
 @settings(max_examples=8, deadline=None)
 @given(
-    model=st.sampled_from([SMALL, EXPERTS]),
+    model=st.sampled_from([SMALL, EXPERTS, UNEVEN]),
     kind=st.sampled_from(["1x4 a100", "2x2 h100", "3x2 l40s", "1x6 h100"]),
     gib=st.sampled_from([3.0, 4.0, 6.0, 80.0]),
     batch=st.sampled_from([4, 12, 24]),
@@ -150,7 +152,7 @@ def test_no_config_that_is_legal_beats_the_plan(experts: int, tmp_path: Path) ->
     assert any(pp == 4 for pp, *_ in best)  # more stages than layers
 
 
-@pytest.mark.parametrize("model", [SMALL, EXPERTS])
+@pytest.mark.parametrize("model", [SMALL, EXPERTS, UNEVEN])
 def test_bounds_are_never_above_the_simulation(model: Model) -> None:
     """Neither the sum of a rank's work nor a rank working alone ends later than the schedule simulated."""
     wished = wish(model, "1x4 a100", batch=12)
@@ -160,13 +162,27 @@ def test_bounds_are_never_above_the_simulation(model: Model) -> None:
         built = pipeline.stages(plain, cost)
         message = pipeline.message_seconds(plain)
         line = pipeline.timeline(plain, built)
-        quick = quick_bound(point, Prices.of(cost), model, message).seconds - plain.physics.step
-        assert quick <= line.makespan * (1 + 1e-9)
+        for through in quick_bound(point, Prices.of(cost), model, message):
+            assert through.seconds - plain.physics.step <= line.finished[through.rank] * (1 + 1e-9)
         times = [stage.times for stage in built]
         for rank in range(point.pp):
             ends = alone(point.schedule, point.pp, point.microbatches, times, message, rank)
             assert ends.own <= line.finished[rank] * (1 + 1e-9)
             assert ends.first <= line.finished[0] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("model", [SMALL, UNEVEN])
+@pytest.mark.parametrize("kind", ["1x4 a100", "2x4 l40s"])
+def test_bounds_with_what_follows_the_pipeline_are_never_above_the_step(model: Model, kind: str) -> None:
+    wished = wish(model, kind, batch=16, tp=1, cp=1, micro_batch=1, recompute="none")
+    costing = Costing(wished)
+    some = 0
+    for point in every_point(wished):
+        for bound, _ in end_bound(wished, point, costing):
+            steps = [estimate(job).time.step for job in layouts(wished, point)]
+            assert bound <= min(steps) * (1 + 1e-9), point
+            some += 1
+    assert some > 15
 
 
 def test_size_counts_the_space() -> None:

@@ -33,11 +33,13 @@ class Contents:
     """What the pipeline ranks hold, as far as bounds of the step need it.
 
     Attributes:
+        first: of the first rank.
         distinct: of every rank, without repetition.
         paths: (number, content, all stages ahead of the rank's first one together) of the last rank with each
             content: the one that a micro-batch reaches latest.
     """
 
+    first: RankContent
     distinct: tuple[RankContent, ...]
     paths: tuple[tuple[int, RankContent, RankContent], ...]
 
@@ -55,7 +57,7 @@ def rank_contents(model: Model, name: schedules.Name, pp: int, chunks: int) -> C
         ahead.append([sofar + int(amount) for sofar, amount in zip(ahead[-1], stage, strict=True)])
     latest = {RankContent(*own): rank for rank, own in enumerate(ranks)}
     paths = tuple((rank, own, RankContent(*ahead[rank])) for own, rank in latest.items())
-    return Contents(tuple(latest), paths)
+    return Contents(RankContent(*ranks[0]), tuple(latest), paths)
 
 
 class Prices(NamedTuple):
@@ -110,8 +112,8 @@ def _states(wish: Wish, series: Series, whole: RankContent, p: int) -> float:
     return (stack.gradient + read) * (dense + expert) + moments * fewest
 
 
-class Quick(NamedTuple):
-    """A bound of a point's step from one rank's work, and that rank's seconds of one micro-batch."""
+class Through(NamedTuple):
+    """Seconds before which a rank is not through its micro-batches, and its seconds of one of them."""
 
     seconds: float
     rank: int
@@ -119,20 +121,28 @@ class Quick(NamedTuple):
     backward: float
 
 
-def quick_bound(point: Point, prices: Prices, model: Model, message: float) -> Quick:
+def quick_bound(point: Point, prices: Prices, model: Model, message: float) -> tuple[Through, ...]:
     """No step of this point is faster than any rank's work with what must pass before it starts, and after it
-    ends (where backward is split, weight gradients may be done while others wait)."""
+    ends (where backward is split, weight gradients may be done while others wait). Of the rank with the most of it:
+    its own end, and the later one of the first rank, where gradients go back to that."""
     held = rank_contents(model, point.schedule, point.pp, point.chunks)
     split = point.schedule in schedules.SPLITS_BACKWARD
     each = prices.forward if split else prices.both
     hops = message if split else 2 * message
-    m = point.microbatches
-    seconds, rank, own = max(
-        (m * _cost(own, prices.both) + _cost(ahead, each) + rank * hops, rank, own)
+    m, step = point.microbatches, Physics().step
+    seconds, rank, own, ahead = max(
+        (m * _cost(own, prices.both) + _cost(ahead, each) + rank * hops, rank, own, ahead)
         for rank, own, ahead in held.paths
     )
-    forward = _cost(own, prices.forward)
-    return Quick(seconds + Physics().step, rank, forward, _cost(own, prices.both) - forward)
+
+    def through(seconds: float, rank: int, own: RankContent) -> Through:
+        forward = _cost(own, prices.forward)
+        return Through(seconds + step, rank, forward, _cost(own, prices.both) - forward)
+
+    if split or rank == 0:
+        return (through(seconds, rank, own),)
+    ended = m * _cost(own, prices.both) + _cost(ahead, prices.forward) + rank * message
+    return through(seconds, 0, held.first), through(ended, rank, own)
 
 
 class End(NamedTuple):

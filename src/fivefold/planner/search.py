@@ -158,7 +158,7 @@ def fold(layouts: Sequence[tuple[float, Job]]) -> list[Ranked]:
     return lines
 
 
-class _Costing:
+class Costing:
     """Costs, prices and messages of shapes, and what follows ranks' pipelines, each computed once."""
 
     def __init__(self, wish: Wish) -> None:
@@ -260,7 +260,7 @@ def search(wish: Wish, keep: int = 10) -> Outcome:
 
 
 def _searched(wish: Wish, keep: int) -> _Found:
-    costing, found = _Costing(wish), _Found(keep)
+    costing, found = Costing(wish), _Found(keep)
     queue: list[tuple[float, int, Group | Series | Point | Ended | Ready | Bounded]] = []
     order = count()
     for group in groups(wish):
@@ -281,7 +281,7 @@ def _searched(wish: Wish, keep: int) -> _Found:
 
 
 def _open(
-    wish: Wish, item: Group | Series | Point | Ended | Ready, costing: _Costing, found: _Found
+    wish: Wish, item: Group | Series | Point | Ended | Ready, costing: Costing, found: _Found
 ) -> Iterator[tuple[float, Series | Point | Ended | Ready | Bounded]]:
     """What an item consists of, each with its bound; what cannot fit is left out."""
     if isinstance(item, Group):
@@ -296,16 +296,16 @@ def _open(
         prices = costing.of(item)[1]
         for point in points(wish, item):
             found.searched += 1
-            yield quick_bound(point, prices, wish.model, costing.message(point)).seconds, point
+            yield quick_bound(point, prices, wish.model, costing.message(point))[0].seconds, point
     elif isinstance(item, Point):
-        yield from _ended(wish, item, costing)
+        yield from end_bound(wish, item, costing)
     elif isinstance(item, Ended):
         yield from _ready(wish, item.point, costing, found)
     else:
         yield _bounded(item, costing)
 
 
-def _series(wish: Wish, group: Group, costing: _Costing, found: _Found) -> Iterable[Series]:
+def _series(wish: Wish, group: Group, costing: Costing, found: _Found) -> Iterable[Series]:
     """The series of a group, unless none fits: not even with the most recomputation and the fewest in flight."""
     if group.pp > 1 and "schedule" not in wish.fixed:
         shape = group.shape._replace(recompute=modes(wish)[-1])
@@ -317,16 +317,19 @@ def _series(wish: Wish, group: Group, costing: _Costing, found: _Found) -> Itera
     return series_of(wish, group)
 
 
-def _ended(wish: Wish, point: Point, costing: _Costing) -> Iterator[tuple[float, Ended]]:
+def end_bound(wish: Wish, point: Point, costing: Costing) -> Iterator[tuple[float, Ended]]:
     """The point with the busiest rank's own work, and what follows it in the best division of its data-parallel
     ranks."""
-    prices = costing.of(point.series)[1]
-    quick = quick_bound(point, prices, wish.model, costing.message(point))
-    if ends := costing.ends(point, quick.rank):
-        yield quick.seconds + min(end.least(quick.forward, quick.backward) for end in ends), Ended(point)
+    quick = quick_bound(point, costing.of(point.series)[1], wish.model, costing.message(point))
+    bounds = [
+        [one.seconds + end.least(one.forward, one.backward) for end in costing.ends(point, one.rank)]
+        for one in quick
+    ]
+    if bounds[0]:
+        yield min(map(max, zip(*bounds, strict=True))), Ended(point)
 
 
-def _ready(wish: Wish, point: Point, costing: _Costing, found: _Found) -> Iterator[tuple[float, Ready]]:
+def _ready(wish: Wish, point: Point, costing: Costing, found: _Found) -> Iterator[tuple[float, Ready]]:
     """The point, if some of its layouts may fit. Memory of the first two ranks and of the last is known from the order
     of their work alone, and so is the traffic after the pipeline."""
     cost = costing.of(point.series)[0]
@@ -359,7 +362,7 @@ def _end(job: Job, built: list[Stage], rank: int) -> tuple[float, int]:
     return max((ends.own, rank), (ends.first, 0))
 
 
-def _bounded(ready: Ready, costing: _Costing) -> tuple[float, Bounded]:
+def _bounded(ready: Ready, costing: Costing) -> tuple[float, Bounded]:
     """The point with bounds that include what follows the pipeline. Where backward is split a rank's weight
     gradients lag by its number, so the second rank, with the fewest to fill its waits, may be through later than
     the busiest."""
