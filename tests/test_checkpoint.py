@@ -262,10 +262,8 @@ def test_what_is_not_a_complete_checkpoint_is_not_listed(tmp_path: Path) -> None
     save_alone(tmp_path, 9, 10)
     (tmp_path / "step-11").mkdir()
     (tmp_path / "step-x").mkdir()
-    assert checkpoint_directory.complete(tmp_path) == [
-        tmp_path / "step-9",
-        tmp_path / "step-10",
-    ]  # by number, not by name
+    by_number = [tmp_path / "step-9", tmp_path / "step-10"]
+    assert checkpoint_directory.complete(tmp_path) == by_number
     assert checkpoint_directory.complete(tmp_path / "absent") == []
 
 

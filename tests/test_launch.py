@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.trainer import machine
-from fivefold.trainer.place import usable_cores
+from fivefold.trainer.place import RUN_ID, usable_cores
 from fivefold.trainer.stop import StopSignal
 from launch_environments import SRUN
 
@@ -180,12 +180,18 @@ def test_a_rank_that_finds_its_launcher_dead_does_not_begin() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }
-    for launcher, output in ((os.getpid(), "begins\n"), ((1 << 22) + 1, "")):
-        environment = os.environ | ranks | {"TORCHELASTIC_RUN_ID": f"fivefold-{launcher}"}
+    gone = (1 << 22) + 1
+    for run_id, output in (
+        (f"{RUN_ID}-{os.getpid()}", "begins\n"),
+        (f"{RUN_ID}-{gone}", ""),
+        ("fivefold-1", "begins\n"),
+    ):
+        environment = os.environ | ranks | {"TORCHELASTIC_RUN_ID": run_id}
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, env=environment
         )
         assert done.stdout == output, done.stderr
+        assert (f"its launcher (process {gone}) has ended" in done.stderr) == (not output)
 
 
 def test_the_working_directory_shadows_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import resources
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,9 @@ from fivefold.config.model import Experts, Model
 from fivefold.ledger import hardware
 from fivefold.ledger.expert import holders_per_token
 from fivefold.ledger.job import Job
+from fivefold.ledger.physics import Physics
+from fivefold.ledger.total import estimate
+from fivefold.planner.runs import job_of
 
 Lines = Callable[[str], tuple[int, Any]]
 SHIPPED = (
@@ -157,12 +161,15 @@ def test_tokens_sent_once_a_node_cross_the_network_less(validated: Callable[[byt
     each, once = predictions(
         "dgxc2505_dsv3_H100", validated, {"overlap_notes": ""}, {"overlap_notes": "DeepEP"}
     )
-    assert each > 1.05 * once
+    assert each > 1.2 * once
 
 
-def test_deepspeeds_pipeline_waits_for_its_messages(validated: Callable[[bytes], Any]) -> None:
-    plain, waits = predictions("sc21_t1_145", validated, {}, {"overlap_notes": "DeepSpeed"})
-    assert waits > plain
+def test_deepspeeds_pipeline_waits_for_its_messages() -> None:
+    line = next(item for item in SHIPPED if item.startswith("sc21_t1_145"))
+    row = dict(zip(HEAD, line.split("\t"), strict=True)) | {"overlap_notes": "DeepSpeed"}
+    job = job_of(row, Physics())
+    hiding = replace(job, stack=replace(job.stack, overlap_pipeline=True))
+    assert estimate(job).time.step > 1.005 * estimate(hiding).time.step
 
 
 def test_zero_1_within_a_node_takes_less_traffic_between_nodes(validated: Callable[[bytes], Any]) -> None:
@@ -196,3 +203,10 @@ def test_holders_of_a_tokens_experts(groups: int, chosen: int) -> None:
             for choice in combinations([g * each + i for g in pool for i in range(each)], 3)
         ]
         assert holders_per_token(job, parts) == pytest.approx(sum(held) / len(held), rel=1e-12)
+
+
+def test_a_batch_that_does_not_divide_is_predicted_in_full(validated: Callable[[bytes], Any]) -> None:
+    whole, less = predictions(
+        "mosaicgpt112_7b_8g", validated, {"global_batch_seqs": "1120"}, {"global_batch_seqs": "1024"}
+    )
+    assert less / whole == pytest.approx(1024 / 1120, rel=0.02)

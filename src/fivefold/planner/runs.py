@@ -139,6 +139,7 @@ def _experts(row: Row, count: int, ffn: int, layers: int) -> Experts:
     if stacks.gelu(row):
         width = width * 2 // 3  # ungated experts have two matrices where the model's have three
     shared = _or(row, "shared_experts", 1 if row.get("shared_experts", "") == "yes" else 0)
+    group_limited = count == 256 and re.search("deepseek", row.get("model", ""), re.IGNORECASE) is not None
     dense = 3 if count == 256 else 1 if count == 64 and "kv_lora" in row.get("head_dim", "") else 0
     return Experts(
         count=count,
@@ -146,8 +147,8 @@ def _experts(row: Row, count: int, ffn: int, layers: int) -> Experts:
         ffn=width,
         shared_ffn=shared * width,
         dense_layers=min(dense, layers - 1),
-        groups=8 if count == 256 else 1,
-        top_groups=4 if count == 256 else 1,
+        groups=8 if group_limited else 1,
+        top_groups=4 if group_limited else 1,
     )
 
 
@@ -296,6 +297,12 @@ def job_of(row: Row, physics: Physics) -> Job:
         stack=stacks.stack_of(row),
         physics=physics,
     )
+
+
+def rounding(row: Row, job: Job) -> float:
+    """Sequences of the job's batch over those of the row's: other than 1 where that does not divide into micro-batches,
+    or is no number of them that its schedule has."""
+    return job.micro_batch * job.microbatches * job.data_parallel / _need(row, "global_batch_seqs")
 
 
 def _accumulation(sizes: Sizes, count: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.total import Ledger, estimate
-from fivefold.planner.runs import Missing, Row, job_of, number, read_rows
+from fivefold.planner.runs import Missing, Row, job_of, number, read_rows, rounding
 
 GIB = 2.0**30
 TRUSTED = ("A", "B", "")
@@ -61,7 +61,8 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
                 yield _skip(row, "step_time", None, f"no {', '.join(MEASURED)}")
             continue
         try:
-            ledger = estimate(job_of(row, physics))
+            job = job_of(row, physics)
+            ledger = estimate(job)
         except Missing as column:
             yield from (_skip(row, name, value, f"no {column}") for name, value in quantities.items())
             continue
@@ -70,7 +71,9 @@ def checks(rows: Sequence[Row]) -> Iterator[Check]:
             yield from (_skip(row, name, value, why) for name, value in quantities.items())
             continue
         for name, value in quantities.items():
-            predicted = ledger.time.step if name == "step_time" else peak_memory(row, ledger)
+            predicted = (
+                ledger.time.step / rounding(row, job) if name == "step_time" else peak_memory(row, ledger)
+            )
             if value is None:
                 predicted = ledger.fullest.memory.peak
             fitted = _in_fitted_range(row, ledger)

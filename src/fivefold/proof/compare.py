@@ -234,12 +234,10 @@ def kind_of(found: Tensor, expected: Tensor, pieces: Sequence[Sent] = ()) -> str
     if float(found.norm()) <= 1e-9 * float(size):
         return "zero: it never arrives"
     factor = float((found * expected).sum() / size.square())
-    told = found.numel() > 1 or not _number(factor).lstrip("-").count(
-        "."
-    )  # one element is always some multiple
-    if told and float((found - factor * expected).norm()) <= 1e-6 * float(size) < abs(factor - 1) * float(
-        size
-    ):
+    # One element is always some multiple.
+    told = found.numel() > 1 or "." not in _number(factor)
+    remains = float((found - factor * expected).norm())
+    if told and remains <= 1e-6 * float(size) < abs(factor - 1) * float(size):
         return f"a constant factor, {_number(factor)}"
     parts = list(dict.fromkeys(piece.part for piece in pieces if piece.part.numel))
     bad = [part for part in parts if not _close(found[_box(part)], expected[_box(part)])]

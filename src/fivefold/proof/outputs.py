@@ -50,7 +50,7 @@ def first_divergence(
     """The first inner module, in forward order, whose output cannot come from the whole one, and what kind of wrong
     it is where that can be told.
 
-    On ranks an output may be the whole, a piece of it in any division and order, or a term of a sum. What has
+    On ranks an output may be the whole, a piece of it in any division and order, or a term of a sum or mean. What has
     other shapes, or is not on every rank, is not judged.
     """
     for name, whole in alone.items():
@@ -58,7 +58,8 @@ def first_divergence(
         if len(pieces) < len(of_ranks):
             continue
         if all(piece.shape == whole.shape for piece in pieces):
-            if _close(sum(pieces[1:], pieces[0]), whole) or all(_close(piece, whole) for piece in pieces):
+            total = sum(pieces[1:], pieces[0])
+            if any(_close(found, whole) for found in (total, total / len(pieces))):
                 continue
             return name, kind_of(pieces[0], whole)
         together = torch.cat([piece.flatten() for piece in pieces])

@@ -150,8 +150,8 @@ class Ranks:
                     when = f"{GRACE_SECONDS:g} s after that failure"
                 elif results and patience is not None:
                     when = (
-                        f"{patience:g} s after ranks {sorted(results)} had: they wait, it seems, for a collective that "
-                        "those did not enter"
+                        f"{patience:g} s after ranks {sorted(results)} had, or {timeout:g} s in all: they are slower, "
+                        "or wait for a collective that those did not enter"
                     )
                 failures.append(self._still_running(sorted(waiting.values()), when))
                 break
@@ -235,9 +235,8 @@ def _serve(pipe: connection.Connection, rank: int, backend: str | None, environm
     os.environ.clear()
     os.environ.update(environment)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is the parent's to tell of; this process ends with it
+    # Ctrl-C is the parent's to report; this process ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

@@ -220,6 +220,7 @@ def _follow_launcher(place: Place) -> None:
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
         if place.launcher_process and place.launcher_process != os.getppid():
+            _say(f"rank {place.rank}: its launcher (process {place.launcher_process}) has ended")
             os._exit(1)
 
 
@@ -237,7 +238,7 @@ def _record(place: Place, error: BaseException, debug: bool) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     message = _told(error)
     if path is None:
-        if not _is_consequence(message):
+        if not _is_consequence(message) or HAS_DIED in message:  # a killed rank says nothing itself
             _say(f"rank {place.rank}: {' '.join(message.split())}")
         return
     # What torchrun prints last of all it prints: where in our code an input was refused is of no use there.

@@ -19,7 +19,9 @@ from fivefold.config.errors import BadInput
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-RUN_ID = "fivefold"  # of the ranks that `launch.start_local` starts; its process id follows after a dash
+RUN_ID = (
+    "fivefold-local-launcher"  # of the ranks that `launch.start_local` starts; its process id follows a dash
+)
 # Ports derived from a job's id, below those that kernels hand out for outgoing connections (32768 and up).
 FIRST_PORT, PORTS = 12000, 20000
 # Slurm numbers real steps from 0; ids from here on stand for the batch script, an interactive shell, ….
@@ -129,7 +131,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Place:
         )
     run_id = environment.get("TORCHELASTIC_RUN_ID", "")
     world_size = _number(environment, "WORLD_SIZE")
-    own, _, launcher_process = run_id.partition("-")
+    own, _, launcher_process = run_id.rpartition("-")
     accelerate = any(name.startswith("ACCELERATE_") for name in environment)
     return Place(
         rank=_number(environment, "RANK"),

@@ -75,9 +75,8 @@ def run_worker(resolved: Resolved, place: Place | None, resume: bool) -> bool:
                 _say_done(loop, settled)
                 checkpoints.close()
                 return True
-            session.from_main(
-                lambda: settled.write(resume)
-            )  # only now, so that a refused resume changes nothing
+            # Only now, so that a refused resume changes nothing.
+            session.from_main(lambda: settled.write(resume))
         if loop.saved_step is None and (weights := given_weights(config.model)):
             loop.start_from(weights)
         loop.observer = open_observer(
