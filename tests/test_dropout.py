@@ -138,7 +138,7 @@ def trained(ranks: Ranks, config: Config, world_size: int, timeout: float = 60.0
     return results[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 def test_layouts_equal_one_process(ranks: Ranks, dtype: str) -> None:
     """Twelve rows on 1, 2 and 3 ranks, in micro-batches of 1, 2 and 4, under every zero and recompute mode."""
     layouts: list[tuple[Any, ...]] = [  # ranks, micro-batch, zero, recompute, other axes

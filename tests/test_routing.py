@@ -62,7 +62,7 @@ def train(
     return found, routings.kept, routings.flips
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_half_precision_with_the_references_routing(ranks: Ranks, dtype: str) -> None:
     """At most 3 × what one process shows when the rows of its micro-batches are permuted."""
     alone = toy_config(dtype=dtype, global_batch=8, micro_batch=2, steps=3)

@@ -134,7 +134,7 @@ def test_resumed_run_equals_the_uninterrupted_one_to_the_bit(place: Path, whole:
 
 @pytest.mark.parametrize(
     ("ranks", "zero"),
-    [(1, 0), (3, 3), pytest.param(4, 0, marks=pytest.mark.full)],
+    [(1, 0), pytest.param(3, 3, marks=pytest.mark.full), pytest.param(4, 0, marks=pytest.mark.full)],
 )
 def test_goes_on_in_another_layout(place: Path, whole: Path, ranks: int, zero: int) -> None:
     copy = place / f"moved-{ranks}-{zero}"

@@ -64,7 +64,7 @@ def brute(wished: Wish) -> list[tuple[float, int]]:
     return sorted(lines)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     model=st.sampled_from([SMALL, EXPERTS, UNEVEN]),
     kind=st.sampled_from(["1x4 a100", "2x2 h100", "3x2 l40s", "1x6 h100"]),
