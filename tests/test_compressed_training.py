@@ -162,7 +162,7 @@ def kept_and_weights(
     return totals, own, {p.spec.name: p.value.detach() for p in model.parameters}
 
 
-@pytest.mark.parametrize("method", ["int8", pytest.param("powersgd", marks=pytest.mark.full), "topk"])
+@pytest.mark.parametrize("method", ["int8", "powersgd", "topk"])
 def test_checkpoints_keep_the_state_also_for_other_numbers_of_ranks(
     ranks: Ranks, method: str, tmp_path: Path
 ) -> None:
@@ -348,7 +348,7 @@ def _watch(made: Compressor | None, sums: Balance) -> None:
         "int8",
         "topk",
         pytest.param("threshold", marks=pytest.mark.full),
-        pytest.param("powersgd", marks=pytest.mark.full),
+        "powersgd",
     ],
 )
 def test_nothing_is_lost_at_any_step_of_training_through_checkpoints_on_other_ranks(

@@ -1,8 +1,9 @@
-"""Compressed sums of gradients: nothing is lost, over steps, skipped steps, checkpoints and changes of the ranks."""
+"""Compressed sums of gradients: nothing is lost, over steps and skipped steps. Through checkpoints and changes of the
+ranks: test_compressed_training.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.collectives.compression import Compressor, compressor
-from fivefold.collectives.compression.state import SHARED, State
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
 from fivefold.ledger.compression import Compression, messages
@@ -101,69 +101,6 @@ def test_what_is_sent_and_kept_is_the_true_gradient_at_every_step(
     ranks: Ranks, how: Compression, n: int
 ) -> None:
     ranks.run(check_every_step, how, world_size=n)
-
-
-def resharded(states: Sequence[Mapping[str, Tensor]], ranks: int) -> list[State]:
-    """The states of `ranks` ranks that together keep what those of `len(states)` ranks kept.
-
-    New rank r takes the sum of the old ranks r, r + n', r + 2n', …; with more ranks than before, some start with
-    nothing. With as many as before every rank has its own again, bit for bit.
-    """
-    found: list[State] = [{} for _ in range(ranks)]
-    for rank, state in enumerate(states):
-        mine = found[rank % ranks]
-        for key, value in state.items():
-            if key.startswith(SHARED):
-                for each in found:
-                    each.setdefault(key, value)
-            else:
-                mine[key] = mine[key] + value if key in mine else value
-    return found
-
-
-def steps_from(
-    rank: int, n: int, how: Compression, states: list[State], first: int, count: int
-) -> tuple[State, dict[str, Tensor]]:
-    """State and Σ applied of a rank after some more steps on n ranks, which share three ranks' gradients."""
-    made = compressor(how)
-    assert made is not None
-    if states:
-        made.memory.load_state_dict(resharded(states, n)[rank])
-    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for step in range(first, first + count):
-        shares = [gradients(other, step) for other in range(3) if other % n == rank]
-        mine = {name: torch.stack([share[name] for share in shares]).sum(0) for name in SHAPES}
-        for name, total in reduce(made, mine).items():
-            applied[name] += total
-        made.memory.settle(True)
-    return made.memory.state_dict(), applied
-
-
-@pytest.mark.parametrize("how", METHODS[2:4] + METHODS[7:], ids=lambda how: how.method)
-def test_the_balance_holds_through_checkpoints_and_other_numbers_of_ranks(
-    ranks: Ranks, how: Compression
-) -> None:
-    states: list[State] = []
-    applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    for index, n in enumerate((3, 2, 3, 1)):
-        found = ranks.run(steps_from, how, states, 3 * index, 3, world_size=n)
-        states = [state for state, _ in found]
-        for name in SHAPES:
-            applied[name] += found[0][1][name]
-    for name in SHAPES:
-        true = torch.stack([gradients(rank, step)[name] for rank in range(3) for step in range(12)]).sum(0)
-        left = [state[f"own/error/{name}"] for state in states if f"own/error/{name}" in state]
-        torch.testing.assert_close(applied[name] + sum(left), true, rtol=1e-11, atol=1e-11)
-
-
-def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks) -> None:
-    how = Compression("powersgd", rank=2)
-    whole = ranks.run(steps_from, how, [], 0, 6)
-    half = ranks.run(steps_from, how, [], 0, 3)
-    rest = ranks.run(steps_from, how, [state for state, _ in half], 3, 3)
-    for (one, _), (other, _) in zip(whole, rest, strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def check_disagreement(rank: int, n: int) -> tuple[float, float]:

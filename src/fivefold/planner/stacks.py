@@ -104,7 +104,7 @@ def stack_of(row: Columns) -> Stack:
             row, r"DualPipe|overlap-moe-expert-parallel-comm|(a2a|all-to-all|dispatch)[ -](is |are )?overlap"
         ),
         dispatch_once=says(row, r"Megatron-Bridge|DeepEP|HybridEP"),
-        overlap_pipeline=not says(row, r"DeepSpeed|BLOOM"),
+        overlap_pipeline=not says(row, "DeepSpeed"),
         fused_loss=says(row, r"cross-entropy-loss-fusion|Bridge|(fused|apex) cross-?entropy|fused classifier")
         or compiled,
         loss_bytes=6.0 if megatron(row) else 12.0 if compiled else 14.0,

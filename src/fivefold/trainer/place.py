@@ -19,9 +19,8 @@ from fivefold.config.errors import BadInput
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-RUN_ID = (
-    "fivefold-local-launcher"  # of the ranks that `launch.start_local` starts; its process id follows a dash
-)
+RUN_ID = "fivefold-local-launcher"
+"""Begins the run id of ranks that `launch.start_local` starts; a dash and its process id follow."""
 # Ports derived from a job's id, below those that kernels hand out for outgoing connections (32768 and up).
 FIRST_PORT, PORTS = 12000, 20000
 # Slurm numbers real steps from 0; ids from here on stand for the batch script, an interactive shell, ….

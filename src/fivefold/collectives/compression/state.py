@@ -1,8 +1,6 @@
 """What a compressor remembers between steps, by parameter (on another number of ranks:
 `trainer.state.RegroupedCompression`)."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -48,10 +46,6 @@ class Memory:
     def state_dict(self) -> State:
         """What is kept, sharing storage. A step that is not settled is no part of it."""
         return dict(self._kept)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._kept = {key: value.clone() for key, value in state.items()}
-        self._pending = {}
 
     def _get(self, key: str, like: Tensor) -> Tensor:
         found = self._pending.get(key, self._kept.get(key))
