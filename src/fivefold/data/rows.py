@@ -21,9 +21,7 @@ class Batch:
 
     tokens: torch.Tensor  # int64: what the model reads
     labels: torch.Tensor  # int64: what it should predict at each place, IGNORED = nothing
-    documents: (
-        torch.Tensor
-    )  # int32: which document of its row a place belongs to, from 0; attention stays inside
+    documents: torch.Tensor  # int32: which document of its row a place belongs to, from 0
 
     def rows(self, start: int, stop: int) -> "Batch":
         """Rows [start, stop), sharing memory with these."""

@@ -29,9 +29,8 @@ def layer_rows(job: Job) -> list[Row]:
     """One expert layer's traffic of one micro-batch."""
     if job.ep == 1:
         return []
-    rows = (
-        routed_rows(job) * job.micro_batch * job.sequence_length / (job.cp * job.tokens)
-    )  # the mean over cp
+    sequences = job.micro_batch * job.sequence_length
+    rows = routed_rows(job) * sequences / (job.cp * job.tokens)  # the mean over cp
     size = rows * job.imbalance * job.model.hidden * job.itemsize
     if job.stack.dispatch_once:
         size *= holders_per_token(job, job.ep) / job.model.experts.top_k

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 _GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
-_MULTIPLIERS = (
-    0xBF58476D1CE4E5B9,
-    0x94D049BB133111EB,
-)  # with the shifts 30, 27, 31: "variant 13" of Stafford
+# With the shifts 30, 27, 31: "variant 13" of Stafford.
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _WORD = 1 << 64
 _FEATURES = 4
 """Features decided by one number."""

@@ -182,9 +182,9 @@ class Verifier:
         """The steps that one process skips in fp16, because of an overflow."""
         if config.precision.dtype != "fp16":
             return (False,) * config.run.steps
-        ((alone,),) = self._on_ranks(
-            1, [replace(config, parallel=Parallel())], 0, nullcontext, [None]
-        )  # with its own routing: the reference's is not there yet
+        # With its own routing: the reference's is not there yet.
+        twin = replace(config, parallel=Parallel())
+        ((alone,),) = self._on_ranks(1, [twin], 0, nullcontext, [None])
         return tuple(why is not None for why in alone.skipped)
 
     def _routing(self, config: Config) -> Choices | None:

@@ -255,9 +255,8 @@ def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
     translation cache in matmuls. Only address space is taken here; a kernel that refuses changes nothing.
     """
     huge_page_advice = 14  # MADV_HUGEPAGE
-    size = (1 << 30) - (
-        1 << 20
-    )  # below the threshold set above, so it comes from the heap and goes back to it
+    # Below the threshold set above, so it comes from the heap and goes back to it.
+    size = (1 << 30) - (1 << 20)
     libc.malloc.restype = ctypes.c_void_p
     block = libc.malloc(ctypes.c_size_t(size))
     if block:

@@ -44,9 +44,8 @@ class Exchange:
         self._rank, self.size = segment.rank, segment.size
         self._ranks = range(self.size)
         self._others = [rank for rank in range(self.size) if rank != self._rank]
-        self.share_bytes = (
-            segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
-        )  # of a slot, for each rank
+        # Of a slot, for each rank.
+        self.share_bytes = segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
         # Between two ranks it copies no more than sharing out does, and saves a meeting at any size.
         self._at_once_bytes = min(segment.slot_bytes, segment.slot_bytes if self.size == 2 else AT_ONCE_BYTES)
         self._reserved = [False, False]
