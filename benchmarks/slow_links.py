@@ -47,8 +47,17 @@ WAYS: dict[str, tuple[str, ...]] = {
     method: ("parallel.backend=shm", f"parallel.compression={method}")
     for method in ("bf16", "fp16", "int8", "topk", "threshold", "powersgd")
 }
+WAYS |= {
+    f"zero-{zero}": (
+        "parallel.backend=gloo",
+        "parallel.dp_replicate=1",
+        "parallel.dp_shard=-1",
+        f"parallel.zero={zero}",
+    )
+    for zero in (1, 2, 3)
+}
 """How gradients are summed: by shared memory in a host and gloo between hosts, by gloo over all ranks, by a flat ring
-and a hierarchical program, or compressed."""
+and a hierarchical program, compressed, or (zero-N) reduce-scattered by gloo, which gathers parameters, too."""
 STARTING_STEPS = 2
 UNLIMITED = "unlimited"
 SWITCH, PORT = "fivefold-switch", 29411

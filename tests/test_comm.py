@@ -22,7 +22,7 @@ from fivefold.ledger.network import collective_seconds, wires
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.programs.steps import Link
 from fivefold.trainer.comm import bus_bytes
-from fivefold.trainer.machine import default_backend
+from fivefold.trainer.machine import backends, default_backend
 
 BENCH = {
     "primitive",
@@ -90,8 +90,10 @@ def test_a_calibrated_file_reaches_the_ledger(tmp_path: Path) -> None:
     words = ["comm", "calibrate", "--ranks", "2", "--sizes", "1K:16K", "--output", str(file), "--json"]
     rows = json.loads(fivefold(*words))["rows"]
     assert {row["primitive"] for row in rows} >= {"all_reduce", "reduce_scatter", "send"}
-    default = default_backend(torch.device("cpu"))
-    assert {row["backend"] for row in rows} == {default}
+    default, *others = backends(torch.device("cpu"))
+    assert default == default_backend(torch.device("cpu"))
+    assert "gloo" in (default, *others)
+    assert [row["backend"] for row in rows] == [default] * 6 + [name for name in others for _ in range(6)]
     hardware = load_hardware(Cluster(path=str(file)))
     assert hardware is not None
     assert hardware.devices == 2
@@ -106,6 +108,14 @@ def test_a_calibrated_file_reaches_the_ledger(tmp_path: Path) -> None:
     once = [row["seconds"] / row["count"] for row in gradient]
     sizes = [row["bytes_per_rank"] / row["count"] for row in gradient]
     assert once == pytest.approx([reduce.link.seconds(size) for size in sizes])
+    over_gloo = json.loads(
+        fivefold("estimate", "quickstart", "--json", *config, "--set", "parallel.backend=gloo")
+    )
+    [found] = [row for row in over_gloo["traffic"] if row["phase"] == "gradient"]
+    own = next(row for row in hardware.measured if (row.primitive, row.backend) == ("all_reduce", "gloo"))
+    assert found["seconds"] / found["count"] == pytest.approx(
+        own.link.seconds(found["bytes_per_rank"] / found["count"])
+    )
     # What was measured over one backend says nothing of another.
     assert hardware.measured_over(default).measured == hardware.measured_over("default").measured
     assert hardware.measured_over("nccl").measured == ()

@@ -71,7 +71,9 @@ class Bench:
     """Runs cases on this rank; every rank makes one alike and calls it alike.
 
     `groups` are process groups over the same ranks by the name of their backend; `fabric` is what a program
-    that adapts to its links (how many pieces a tree is cut into) is built for.
+    that adapts to its links (how many pieces a tree is cut into) is built for. All ranks of `together` (by default
+    those of the groups) begin each timing at once, and the slowest of them counts: groups that share a link are then
+    timed while they do.
     """
 
     def __init__(
@@ -81,26 +83,28 @@ class Bench:
         local: int,
         device: torch.device,
         synchronize: Callable[[], None],
+        together: dist.ProcessGroup | None = None,
     ) -> None:
         self._groups = groups
         self._fabric = fabric
         self._local = local
         self._device = device
         self._synchronize = synchronize
-        self._control = next(iter(groups.values()))
-        self.rank, self.ranks = self._control.rank(), self._control.size()
+        self._group = next(iter(groups.values()))
+        self._control = together or self._group
+        self.rank, self.ranks = self._group.rank(), self._group.size()
 
-    def measure(self, cases: Sequence[Case], turns: int = TURNS) -> list[Result]:
-        """Times the cases in turns. They should be of one size: a turn lasts as long for each."""
+    def measure(self, cases: Sequence[Case], turns: int = TURNS, *, check: bool = True) -> list[Result]:
+        """Times the cases in turns. They should be of one size: a turn lasts as long for each. Without `check` no
+        result is looked at, and none is called wrong."""
         buffers = [self._buffers(case) for case in cases]
         calls = [self._call(case, *pair) for case, pair in zip(cases, buffers, strict=True)]
         wrong = []
         for case, call, (given, output) in zip(cases, calls, buffers, strict=True):
             call()
             self._synchronize()
-            wrong.append(
-                self._wrong(case, given if case.primitive in ("all_reduce", "broadcast") else output)
-            )
+            in_place = case.primitive in ("all_reduce", "broadcast")
+            wrong.append(self._wrong(case, given if in_place else output) if check else 0)
         taken = self._turns(calls, turns)
         totals = self._sum(wrong)
         return [
@@ -116,8 +120,8 @@ class Bench:
 
         def exchange() -> None:
             ends = [
-                dist.P2POp(dist.irecv, received, group=self._control, group_peer=left),
-                dist.P2POp(dist.isend, sent, group=self._control, group_peer=right),
+                dist.P2POp(dist.irecv, received, group=self._group, group_peer=left),
+                dist.P2POp(dist.isend, sent, group=self._group, group_peer=right),
             ]
             for work in dist.batch_isend_irecv(ends):
                 work.wait()

@@ -1,6 +1,6 @@
 """What this cluster's links and backends give: times fitted per primitive, inside a host and between hosts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import quantiles
 
@@ -9,11 +9,11 @@ import torch
 from fivefold.collectives.bench import Bench, Case
 from fivefold.collectives.fit import Point, fit, median_error
 from fivefold.ledger.hardware import Measured
-from fivefold.ledger.programs.steps import Link
 
 PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 MESSAGE = "send"
 PASSES, TURNS = 10, 3
+SIZE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ def calibrate(
 
     Sizes are rounded up to whole float32 elements a rank. All sizes of a primitive are timed in many passes, up and
     down, few turns at a time, so that a machine's drift does not look like a law; of all turns the lower quartile
-    counts, which what else the machine does in the meantime can hardly move.
+    counts, which what else the machine does in the meantime can hardly move. Of sizes that take long, passes end when
+    SIZE_SECONDS have been measured, but for the first two. Results are checked in the first.
     """
     return [
         _one(bench, primitive, backend, local, hosts, sizes, tell) for primitive in (*PRIMITIVES, MESSAGE)
@@ -69,11 +70,14 @@ def _one(
     times: dict[int, list[float]] = {size: [] for size in every}
     true_size: dict[int, int] = {}
     for size in PASSES // 2 * (*every, *reversed(every)):
+        if len(times[size]) >= 2 * TURNS and sum(times[size]) > SIZE_SECONDS:
+            continue
         if primitive == MESSAGE:
             true_size[size], turns = size, bench.shift(size, TURNS)
         else:
             elements = -(-size // (4 * bench.ranks)) * bench.ranks
-            [result] = bench.measure([Case(primitive, backend, backend, elements, torch.float32)], TURNS)
+            case = Case(primitive, backend, backend, elements, torch.float32)
+            [result] = bench.measure([case], TURNS, check=not times[size])
             true_size[size], turns = result.case.size, result.turns
             if result.wrong:
                 raise RuntimeError(
@@ -99,13 +103,3 @@ def _one(
         link.far_bandwidth,
     )
     return Calibrated(found, fitted, held_out)
-
-
-def ring_rate(found: Sequence[Measured], local: int, hosts: int) -> Link | None:
-    """The link that a ring all-reduce of that shape sees: what the cost model of every other shape rests on."""
-    for item in found:
-        if (item.primitive, item.local, item.hosts) == ("all_reduce", local, hosts):
-            ranks = local * hosts
-            rate = item.bandwidth if item.knee > item.largest else item.far_bandwidth
-            return Link(item.latency / (2 * (ranks - 1)), rate * 2 * (ranks - 1) / ranks)
-    return None

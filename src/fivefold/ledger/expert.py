@@ -8,7 +8,7 @@ routing.
 from math import comb
 
 from fivefold.ledger.job import Job
-from fivefold.ledger.network import collective_seconds, wires
+from fivefold.ledger.network import collective_seconds
 from fivefold.ledger.operations import routed_rows
 from fivefold.ledger.traffic import Row, row
 
@@ -61,7 +61,7 @@ def _row(job: Job, phase: str, count: int, size: float, formula: str) -> Row:
 def _two_hops(job: Job, size: float, local: int, domains: int) -> float:
     """Seconds where a token crosses the network once for each node that holds some of its experts and is handed on
     over the node's own links (DeepSeek-V3 report, section 3.2.2); pieces flow through, the slower hop counts."""
-    on = wires(job.hardware, job.physics)
+    on = job.wires
     across = size * holders_per_token(job, domains) / holders_per_token(job, job.ep)
     return max(
         collective_seconds("all_to_all", across, 1, domains, on),

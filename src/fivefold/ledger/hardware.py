@@ -7,7 +7,7 @@ source.
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from math import inf
 from pathlib import Path
@@ -92,6 +92,16 @@ class Measured(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
         return Link(self.latency, self.bandwidth, self.knee, self.far_bandwidth)
 
 
+def ring_link(found: Sequence[Measured], local: int, hosts: int) -> Link | None:
+    """The link that a ring all-reduce of that shape saw: what the cost model of every other shape rests on."""
+    for item in found:
+        if (item.primitive, item.local, item.hosts) == ("all_reduce", local, hosts):
+            ranks = local * hosts
+            rate = item.bandwidth if item.knee > item.largest else item.far_bandwidth
+            return Link(item.latency / (2 * (ranks - 1)), rate * 2 * (ranks - 1) / ranks)
+    return None
+
+
 class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
     """A cluster of equal nodes."""
 
@@ -111,11 +121,18 @@ class Hardware(Struct, frozen=True, forbid_unknown_fields=True):
         return self.nodes * self.node.devices
 
     def measured_over(self, backend: str) -> "Hardware":
-        """Without what was measured over other backends; "default" is that of the first row."""
+        """Without what was measured over other backends, and with links as this one's ring all-reduces saw them, if
+        they were measured; "default" is the backend of the first row."""
         if backend == "default":
             backend = self.measured[0].backend if self.measured else ""
         kept = tuple(item for item in self.measured if item.backend == backend)
-        return msgspec.structs.replace(self, measured=kept)
+        inside, between = ring_link(kept, self.node.devices, 1), ring_link(kept, 1, self.nodes)
+        node, network = self.node, self.network
+        if inside:
+            node = msgspec.structs.replace(node, latency=inside.latency, bandwidth=inside.bandwidth)
+        if between:
+            network = Network(between.bandwidth, between.latency)
+        return msgspec.structs.replace(self, node=node, network=network, measured=kept)
 
     @property
     def fast_domain(self) -> int:

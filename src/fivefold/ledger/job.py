@@ -6,6 +6,7 @@ from typing import Literal
 from fivefold.config.model import Model
 from fivefold.ledger.compression import Compression
 from fivefold.ledger.hardware import Hardware
+from fivefold.ledger.network import Wires, wires
 from fivefold.ledger.physics import Physics
 from fivefold.spec import schedules
 from fivefold.spec.mesh import ranks_of_a_host
@@ -69,6 +70,7 @@ class Stack:
         corrects_momentum: sparse compression keeps the momentum that the optimizer then does not.
         compression: how gradients are summed over replicas.
         algorithm: what carries out the collectives of the data-parallel axes.
+        backend: what carries out all others.
     """
 
     attention: Attention = "flash"
@@ -108,6 +110,7 @@ class Stack:
     corrects_momentum: bool = False
     compression: Compression = field(default_factory=lambda: Compression("none"))
     algorithm: Algorithm = "backend"
+    backend: str = "nccl"
 
     @property
     def spared_moments(self) -> int:
@@ -153,6 +156,11 @@ class Job:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def wires(self) -> Wires:
+        """What a rank's messages travel on."""
+        return wires(self.hardware, self.physics, self.stack.backend)
 
     @property
     def data_parallel(self) -> int:

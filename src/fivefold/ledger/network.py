@@ -1,9 +1,10 @@
-"""Seconds of a collective on the links it crosses: α-β costs of the programs, the fastest chosen.
+"""Seconds of a collective on the links it crosses: as measured, else as its backend carries it out.
 
-Inside a fast domain: ring, double tree, halving-doubling, and the switch's own reduction. Across domains
-every local rank drives its own network link, so a hierarchical program moves 1/G of the vector over each;
-its inner and outer parts overlap (pieces flow through), so bandwidth costs the slower of the two and
-latencies add.
+Gloo's are rings over all ranks and the like (gloo.py). Of the backends of GPUs the fastest algorithm is taken. Inside
+a fast domain: ring, double tree, halving-doubling, and the switch's own reduction. Across domains every local rank
+drives its own network link, so a hierarchical program moves 1/G of the vector over each; its inner and outer parts
+overlap (pieces flow through), so bandwidth costs the slower of the two and latencies add. Shared memory (shm) sums
+inside hosts first, too, but one part after the other.
 """
 
 from collections.abc import Mapping
@@ -11,30 +12,53 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import Literal, NamedTuple
 
+from fivefold.ledger import gloo
 from fivefold.ledger.hardware import Hardware, Measured
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.programs import halving, ring, tree
-from fivefold.ledger.programs.steps import Link, seconds
+from fivefold.ledger.programs.steps import Fabric, Link, seconds
 
 Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast"]
 
 
 class Wires(NamedTuple):
-    """The two links of one rank, and whether the switch reduces."""
+    """The two links of one rank, and what carries collectives out on them.
+
+    Attributes:
+        in_network: the switch reduces.
+        ramp: bytes at which a collective between nodes reaches half of its bandwidth.
+        shared: the ranks of a host share its port: `between` is each one's part of it while all use it.
+    """
 
     inside: Link
     between: Link
     in_network: bool
-    ramp: float  # bytes at which a collective between nodes reaches half of its bandwidth
+    ramp: float
+    backend: str
+    shared: bool = False
     measured: tuple[Measured, ...] = ()
 
+    def fabric(self, local: int) -> Fabric:
+        """The links as the rounds of a program see them, in a group with `local` ranks on each host."""
+        return fabric(self.inside, self.between, local, self.shared)
 
-def wires(hardware: Hardware, physics: Physics) -> Wires:
-    """What a rank's messages travel on."""
-    network = hardware.network
+
+def fabric(inside: Link, between: Link, local: int, shared: bool) -> Fabric:
+    """Links of single ranks as those of a group with `local` ranks on each host, whose parts of a shared port it has
+    together."""
+    if shared:
+        latency, bandwidth, knee, far = between
+        between = Link(latency, bandwidth * local, knee * local, far * local)
+    return Fabric(inside, between, local, shared)
+
+
+def wires(hardware: Hardware, physics: Physics, backend: str = "nccl") -> Wires:
+    """What a rank's messages travel on. The ramp is that of GPU clusters: on CPUs messages of a few MiB fill a link."""
+    network, is_cpu = hardware.network, hardware.device.is_cpu
     between = Link(network.latency, network.bandwidth / network.oversubscription)
     inside = Link(hardware.node.latency, hardware.node.bandwidth)
-    return Wires(inside, between, hardware.node.in_network, physics.collective_ramp, hardware.measured)
+    ramp = 0.0 if is_cpu else physics.collective_ramp
+    return Wires(inside, between, hardware.node.in_network, ramp, backend, is_cpu, hardware.measured)
 
 
 def wire_bytes(primitive: str, size: float, ranks: int) -> float:
@@ -55,6 +79,8 @@ def collective_seconds(primitive: Primitive, size: float, local: int, domains: i
     if primitive == "send":
         link = on.between if domains > 1 else on.inside
         return link.latency + size / link.bandwidth
+    if on.backend == "gloo":
+        return gloo.seconds(primitive, size, local * domains, on.fabric(local) if domains > 1 else on.inside)
     if domains == 1:
         return min(algorithms(primitive, size, local, on).values())
     return _hierarchical(primitive, size, local, domains, on)
@@ -86,9 +112,15 @@ def _hierarchical(primitive: Primitive, size: float, local: int, domains: int, o
         ranks = local * domains
         inside = (local - 1) / ranks * size / on.inside.bandwidth
         between = (ranks - local) / ranks * size / on.between.bandwidth
-        return ceil(log2(ranks)) * on.between.latency + max(inside, between)
+        return ceil(log2(ranks)) * on.between.latency + _both(inside, between, on)
     inside = passes * (local - 1) / local * size / on.inside.bandwidth
     share = size / local
     between = passes * (domains - 1) / domains * (share + min(on.ramp, share)) / on.between.bandwidth
     hops = min(domains - 1, ceil(log2(domains)) * 2)  # ring, or tree, whichever has fewer
-    return passes * ((local - 1) * on.inside.latency + hops * on.between.latency) + max(inside, between)
+    latency = passes * ((local - 1) * on.inside.latency + hops * on.between.latency)
+    return latency + _both(inside, between, on)
+
+
+def _both(inside: float, between: float, on: Wires) -> float:
+    """Seconds of the parts inside hosts and between them: shm's one after the other, others' at the same time."""
+    return inside + between if on.backend == "shm" else max(inside, between)

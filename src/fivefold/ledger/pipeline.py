@@ -5,7 +5,7 @@ from typing import NamedTuple
 from fivefold.ledger import activations
 from fivefold.ledger.job import Job
 from fivefold.ledger.layer import Work, edge_work, layer_work
-from fivefold.ledger.network import collective_seconds, wires
+from fivefold.ledger.network import collective_seconds
 from fivefold.ledger.shards import Share, StageContent, contents, parts, stage_share
 from fivefold.ledger.simulate import StageTimes, Timeline, simulate
 from fivefold.ledger.traffic import Row, row
@@ -113,7 +113,7 @@ def message_seconds(job: Job) -> float:
     if job.pp == 1:
         return 0.0
     local, domains = message_group(job)
-    on = wires(job.hardware, job.physics)
+    on = job.wires
     seconds = collective_seconds("send", message_bytes(job), local, domains, on)
     if job.stack.scatter_messages and not job.sequence_parallel and job.tp > 1:
         whole = job.tokens * job.model.hidden * job.itemsize

@@ -6,10 +6,10 @@ from functools import lru_cache
 from itertools import pairwise
 
 from fivefold.ledger.job import Job
-from fivefold.ledger.network import wires
+from fivefold.ledger.network import fabric
 from fivefold.ledger.programs import catalogue, steps
 from fivefold.ledger.programs.catalogue import Setting
-from fivefold.ledger.programs.steps import Fabric, Link, Program
+from fivefold.ledger.programs.steps import Fabric, Program
 from fivefold.ledger.traffic import Row
 from fivefold.spec.synchronisation import PROGRAMS, Algorithm, Collective
 
@@ -84,13 +84,11 @@ def _seconds(program: Program, size: float, on: Fabric) -> float:
 def _fabric(job: Job, local: int) -> Fabric:
     """The links as messages see them: measured ones where there are. On CPUs the ranks of a host share its port; what
     was measured between hosts, all ranks at once, is then each rank's part of it."""
-    on, is_cpu = wires(job.hardware, job.physics), job.hardware.device.is_cpu
+    on = job.wires
     near, far = on.inside, on.between
     for item in on.measured:
         if item.primitive == "send" and item.hosts == 1:
             near = item.link
         elif item.primitive == "send" and item.local == 1:
             far = item.link
-    if is_cpu and local > 1:
-        far = Link(far.latency, far.bandwidth * local, far.knee * local, far.far_bandwidth * local)
-    return Fabric(near, far, local, shared=is_cpu)
+    return fabric(near, far, local, on.shared)

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from fivefold.ledger.job import Job
-from fivefold.ledger.network import Primitive, collective_seconds, wire_bytes, wires
+from fivefold.ledger.network import Primitive, collective_seconds, wire_bytes
 
 
 class Row(NamedTuple):
@@ -43,7 +43,7 @@ def row(
 ) -> Row:
     """`count` collectives of `size` bytes each over `group`; exposed until someone hides it."""
     local, domains = group
-    once = collective_seconds(primitive, size, local, domains, wires(job.hardware, job.physics))
+    once = collective_seconds(primitive, size, local, domains, job.wires)
     return Row(
         axis,
         primitive,

@@ -5,7 +5,6 @@ from math import isclose
 
 from fivefold.ledger import pipeline
 from fivefold.ledger.job import Job
-from fivefold.ledger.network import wires
 from fivefold.ledger.total import Ledger, slowest
 from fivefold.ledger.traffic import Row
 from fivefold.render.units import seconds_text
@@ -100,6 +99,6 @@ def _put_in(job: Job, piece: Row) -> str:
 def _link(job: Job, row: Row) -> str:
     if job.hardware.measured:
         return "seconds as measured, where a measurement fits"
-    found = wires(job.hardware, job.physics)
+    found = job.wires
     link = found.between if row.link == "between nodes" else found.inside
     return f"α = {seconds_text(link.latency)}, 1/β = {link.bandwidth / 1e9:.4g} GB/s"

@@ -51,7 +51,18 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         corrects_momentum=corrected > 0,
         compression=compression_of(config.parallel),
         algorithm=config.parallel.algorithm,
+        backend=backend_of(config, on),
     )
+
+
+def backend_of(config: Config, on: Hardware) -> str:
+    """What `parallel.backend` stands for on a cluster: by default what its file was measured over first, which is the
+    backend that training takes there."""
+    if config.parallel.backend != "default":
+        return config.parallel.backend
+    if on.measured:
+        return on.measured[0].backend
+    return "shm" if on.device.is_cpu else "nccl"
 
 
 def hardware_of(config: Config) -> Hardware:

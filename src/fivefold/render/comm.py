@@ -122,6 +122,7 @@ def calibration_text(rows: Sequence[dict[str, Any]]) -> str:
         beyond = f"{row['far_bandwidth'] / 1e9:.3f} GB/s beyond {bytes_text(far)}" if far else "-"
         cells.append(
             [
+                row["backend"],
                 row["primitive"],
                 f"{row['hosts']} × {row['local']}",
                 seconds_text(row["latency"]),
@@ -131,5 +132,14 @@ def calibration_text(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['error'] * 100:.1f}%",
             ]
         )
-    head = ("primitive", "hosts × ranks", "latency", "S / time", "then", "fitted", "median error, held out")
-    return table(head, cells, left=2)
+    head = (
+        "backend",
+        "primitive",
+        "hosts × ranks",
+        "latency",
+        "S / time",
+        "then",
+        "fitted",
+        "median error, held out",
+    )
+    return table(head, cells, left=3)

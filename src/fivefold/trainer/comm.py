@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from fivefold.collectives.bench import Bench, Case
-from fivefold.collectives.calibrate import Calibrated, Sizes, calibrate, ring_rate
+from fivefold.collectives.calibrate import Calibrated, Sizes, calibrate
 from fivefold.collectives.execute import Operation
 from fivefold.collectives.fit import Point, fit
 from fivefold.collectives.record import Recorder
 from fivefold.config.errors import BadInput, did_you_mean
+from fivefold.ledger import gloo
 from fivefold.ledger.hardware import Hardware, Measured
 from fivefold.ledger.network import wire_bytes
 from fivefold.ledger.programs.catalogue import PROGRAMS, TWO_LEVEL, Setting, best_pieces, program
@@ -27,17 +28,6 @@ from fivefold.trainer.session import torch_backend
 
 SHIFT_SIZES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 TIMEOUT_SECONDS = 120.0
-# The programs by which gloo's own collectives are predicted: its reduce-scatter takes as long as its all-reduce, its
-# all-to-all is pairwise. The collectives of shm send no messages and are predicted by a cluster file only.
-_TAKEN_FOR = {
-    "gloo": {
-        "all_reduce": ("all_reduce", "ring"),
-        "all_gather": ("all_gather", "ring"),
-        "reduce_scatter": ("all_reduce", "ring"),
-        "all_to_all": ("all_to_all", "pairwise"),
-        "broadcast": ("broadcast", "binomial"),
-    }
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +71,15 @@ class Joined:
     def hosts(self) -> int:
         return self.place.world_size // self.local
 
-    def bench(self, fabric: Fabric | Link, groups: Mapping[str, dist.ProcessGroup] | None = None) -> Bench:
+    def bench(
+        self,
+        fabric: Fabric | Link,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
+        together: dist.ProcessGroup | None = None,
+    ) -> Bench:
         synchronize = lambda: machine.synchronize(self.device)  # noqa: E731
         everyone = {name: found.everyone for name, found in self.groups.items()}
-        return Bench(groups or everyone, fabric, self.local, self.device, synchronize)
+        return Bench(groups or everyone, fabric, self.local, self.device, synchronize, together)
 
 
 @contextmanager
@@ -207,17 +202,18 @@ def bus_bytes(primitive: str, size: float, ranks: int) -> float:
 def _predicted(
     joined: Joined, request: Request, fabrics: Mapping[str, Fabric | Link], case: Case
 ) -> float | None:
-    """From the cluster file's row of that backend; else the program's steps on the links of this run."""
+    """From the cluster file's row of that backend; else by gloo's programs, or the program named, on the links of this
+    run. The collectives of shm send no messages and are predicted by a file only."""
     shape = (joined.local, joined.hosts)
     for item in request.measured:
         same = (item.primitive, item.backend, item.local, item.hosts)
         if same == (case.primitive, case.algorithm, *shape):
             return item.link.seconds(case.size)
     ranks, primitive, name = joined.place.world_size, case.primitive, case.algorithm
+    if name == "gloo":
+        return gloo.seconds(primitive, case.size, ranks, fabrics[name])
     if name in joined.groups:
-        if name not in _TAKEN_FOR:
-            return None
-        primitive, name = _TAKEN_FOR[name][primitive]
+        return None
     pieces = best_pieces(ranks, case.size, fabrics[joined.backend])
     made = program(primitive, name, Setting(ranks, joined.local, pieces))
     return seconds(made, case.size, fabrics[case.transport])
@@ -263,19 +259,20 @@ def _link(bench: Bench) -> Link:
 
 
 def calibration(joined: Joined, sizes: Sizes, tell: Callable[[str], None]) -> list[Calibrated]:
-    """Every primitive of the default backend inside a host, between hosts, and over all ranks. Collective.
+    """Every primitive of every backend inside a host, between hosts, and over all ranks; the default backend first.
+    Collective.
 
     Between hosts all ranks of a host work at once, as in training, so a shared port is shared.
     """
     local, hosts, found = joined.local, joined.hosts, []
-    everyone, inside, between = joined.groups[joined.backend]
-    for group, shape in ((inside, (local, 1)), (between, (1, hosts))):
-        if group is not None:
-            bench = joined.bench(Link(1.0, 1.0), {joined.backend: group})
-            found += calibrate(bench, joined.backend, *shape, sizes, tell)
-    if hosts == 1 or local > 1:
-        bench = joined.bench(Link(1.0, 1.0), {joined.backend: everyone})
-        found += calibrate(bench, joined.backend, local, hosts, sizes, tell)
+    for backend, (everyone, inside, between) in joined.groups.items():
+        for group, shape in ((inside, (local, 1)), (between, (1, hosts))):
+            if group is not None:
+                bench = joined.bench(Link(1.0, 1.0), {backend: group}, everyone)
+                found += calibrate(bench, backend, *shape, sizes, tell)
+        if hosts == 1 or local > 1:
+            bench = joined.bench(Link(1.0, 1.0), {backend: everyone})
+            found += calibrate(bench, backend, local, hosts, sizes, tell)
     return found
 
 
@@ -290,21 +287,13 @@ def as_rows(found: Sequence[Calibrated]) -> list[dict[str, Any]]:
 
 
 def calibrated_hardware(joined: Joined, base: Hardware, found: Sequence[Calibrated]) -> Hardware:
-    """`base` with this cluster's shape, the links as a ring all-reduce sees them, and every fit."""
+    """`base` with this cluster's shape, every fit, and the links as the default backend's ring all-reduces saw them."""
+    local, hosts, sources = joined.local, joined.hosts, dict(base.sources)
     rows = tuple(item.measured for item in found)
-    local, hosts = joined.local, joined.hosts
-    node, network, sources = base.node, base.network, dict(base.sources)
-    inside = ring_rate(rows, local, 1) if local > 1 else None
-    between = ring_rate(rows, 1, hosts) if hosts > 1 else None
-    if inside:
-        node = msgspec.structs.replace(node, latency=inside.latency, bandwidth=inside.bandwidth)
+    if local > 1:
         sources["node"] = "measured by fivefold comm calibrate"
-    if between:
-        network = msgspec.structs.replace(
-            network, latency=between.latency, bandwidth=between.bandwidth, oversubscription=1.0
-        )
+    if hosts > 1:
         sources["network"] = "measured by fivefold comm calibrate"
-    node = msgspec.structs.replace(node, devices=local, domain=0)
-    return msgspec.structs.replace(
-        base, nodes=hosts, node=node, network=network, measured=rows, sources=sources
-    )
+    node = msgspec.structs.replace(base.node, devices=local, domain=0)
+    shaped = msgspec.structs.replace(base, nodes=hosts, node=node, measured=rows, sources=sources)
+    return msgspec.structs.replace(shaped.measured_over(joined.backend), measured=rows)

@@ -57,6 +57,12 @@ def default_backend(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
+def backends(device: torch.device) -> tuple[str, ...]:
+    """What `parallel.backend` can be for ranks on such devices, the default first."""
+    kinds = (default_backend(device), "gloo") if device.type == "cpu" else (default_backend(device),)
+    return tuple(dict.fromkeys(kinds))
+
+
 def shares_memory() -> bool:
     """Whether ranks can communicate through memory: shm relies on how x86-64 orders stores, and on Linux."""
     return sys.platform == "linux" and platform.machine() == "x86_64" and SHARED_MEMORY.is_dir()

@@ -1,8 +1,8 @@
 """Measure this cluster's links and write a cluster file that `estimate` and `plan` read (cluster.path).
 
 Starts local ranks, or is one under torchrun, srun or mpirun; every rank of a host should take part. Each collective
-of the backend that training takes by default is fitted inside a host, between hosts and over all ranks; the error is
-that on sizes the fit has not seen.
+of every backend that parallel.backend can name here is fitted inside a host, between hosts and over all ranks; the
+error is that on sizes the fit has not seen.
 """
 
 import argparse
@@ -51,9 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
         from fivefold.collectives.calibrate import Sizes
+        from fivefold.trainer import machine
         from fivefold.trainer.comm import as_rows, calibrated_hardware, calibration, join
 
-        with join(place, (), arguments.per_host) as joined:
+        backends = machine.backends(machine.device(place.local_rank))
+        with join(place, backends, arguments.per_host) as joined:
             found = calibration(joined, Sizes.between(sizes[0], sizes[-1]), progress(place.rank))
         if place.rank > 0:
             return 0

@@ -10,7 +10,7 @@ def pairwise(ranks: int) -> Program:
         pairs = [(rank, (rank + index + 1) % ranks) for rank in range(ranks)]
         return [Transfer(rank, target, rank * ranks + target, False) for rank, target in pairs]
 
-    return Program("pairwise", "all_to_all", ranks, ranks**2, ranks - 1, rounds, uniform=True)
+    return Program("pairwise", "all_to_all", ranks, ranks**2, ranks - 1, rounds)
 
 
 def two_hop(ranks: int, local: int) -> Program:

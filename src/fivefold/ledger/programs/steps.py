@@ -11,7 +11,7 @@ r's own in a reduce-scatter or all-gather.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class Program:
     chunks: int
     length: int
     rounds: Callable[[int], Sequence[Transfer]]
-    uniform: bool = False  # every round loads the busiest link alike: round 0 stands for all
+    uniform: bool = False  # every round has the same pairs and loads each alike: round 0 stands for all
     root: int = 0  # of a broadcast
 
     def __iter__(self) -> Iterator[Sequence[Transfer]]:
@@ -109,31 +109,56 @@ def messages(program: Program, rank: int) -> list[tuple[int, ...]]:
     return found
 
 
-def busiest(round_: Sequence[Transfer]) -> int:
-    """Most chunks that one rank sends, or receives, in a round."""
-    sent = Counter(transfer.source for transfer in round_)
-    received = Counter(transfer.target for transfer in round_)
-    return max((*sent.values(), *received.values()), default=0)
+class Load(NamedTuple):
+    """Most chunks that one rank sends, or receives, in a round: over its link inside the host, and to other hosts.
+    Where the ranks of a host share its port, those of one host together."""
+
+    inside: int
+    between: int
+
+
+def loads(program: Program, local: int = 0, shared: bool = False) -> Counter[Load]:
+    """How many rounds load the links how much, `local` consecutive ranks on each host; 0 = all on one.
+
+    A program's time on any links follows from it: `loaded_seconds`.
+    """
+    if program.uniform and program.length:
+        return Counter({_load(program.rounds(0), local, shared): program.length})
+    return Counter(_load(round_, local, shared) for round_ in program)
+
+
+def loaded_seconds(rounds: Mapping[Load, int], chunk: float, on: Link | Fabric) -> float:
+    """Time of rounds with chunks of `chunk` bytes. Links of both kinds work at once: a round lasts as long as the
+    slower of the two."""
+    near, far = (on, on) if isinstance(on, Link) else (on.inside, on.between)
+    return sum(
+        times
+        * max((link.seconds(n * chunk) for n, link in zip(load, (near, far), strict=True) if n), default=0.0)
+        for load, times in rounds.items()
+    )
 
 
 def seconds(program: Program, size: float, on: Link | Fabric) -> float:
     """Time of the program on `size` bytes, by its own rounds."""
-    chunk = size / program.parts
-    if program.uniform and program.length:
-        return program.length * _round_seconds(program.rounds(0), chunk, on)
-    return sum(_round_seconds(round_, chunk, on) for round_ in program)
+    found = loads(program) if isinstance(on, Link) else loads(program, on.local, on.shared)
+    return loaded_seconds(found, size / program.parts, on)
 
 
-def _round_seconds(round_: Sequence[Transfer], chunk: float, on: Link | Fabric) -> float:
-    """Links of both kinds work at once: a round lasts as long as the slower of the two."""
-    if isinstance(on, Link):
-        return on.seconds(busiest(round_) * chunk)
-    crossing = [t for t in round_ if t.source // on.local != t.target // on.local]
-    inside = [t for t in round_ if t.source // on.local == t.target // on.local]
-    if on.shared:
-        crossing = [t._replace(source=t.source // on.local, target=t.target // on.local) for t in crossing]
-    pairs = [(inside, on.inside), (crossing, on.between)]
-    return max((_round_seconds(part, chunk, link) for part, link in pairs if part), default=0.0)
+def _load(round_: Sequence[Transfer], local: int, shared: bool) -> Load:
+    if not local:
+        return Load(_most(round_), 0)
+    crossing = [t for t in round_ if t.source // local != t.target // local]
+    inside = [t for t in round_ if t.source // local == t.target // local]
+    if shared:
+        crossing = [t._replace(source=t.source // local, target=t.target // local) for t in crossing]
+    return Load(_most(inside), _most(crossing))
+
+
+def _most(transfers: Sequence[Transfer]) -> int:
+    """Most chunks that one source sends, or one target receives."""
+    sent = Counter(transfer.source for transfer in transfers)
+    received = Counter(transfer.target for transfer in transfers)
+    return max((*sent.values(), *received.values()), default=0)
 
 
 def run(program: Program, values: Sequence[Sequence[float]]) -> list[dict[int, float]]:
