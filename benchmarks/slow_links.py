@@ -218,7 +218,10 @@ class Benchmark:
                 row["predicted_step_seconds"] = fast["step_seconds"] + slower
                 row |= {key: fast[key] for key in ("loss", "tokens")}
                 rows.append(row)
-                tell(f"{rate} {way}: {seconds_text(row['step_seconds'])} a step")
+                predicted = (
+                    "" if row is fast else f", predicted {seconds_text(row['predicted_step_seconds'])}"
+                )
+                tell(f"{rate} {way}: {seconds_text(row['step_seconds'])} a step{predicted}")
         return {"hosts": self.hosts, "ranks": self.ranks, "links": links, "rows": rows}
 
     def calibrate(self, rate: str) -> None:

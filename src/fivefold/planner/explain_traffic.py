@@ -3,7 +3,7 @@
 from collections import Counter
 from math import isclose
 
-from fivefold.ledger import pipeline
+from fivefold.ledger import gloo, pipeline
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import Ledger, slowest
 from fivefold.ledger.traffic import Row
@@ -101,4 +101,8 @@ def _link(job: Job, row: Row) -> str:
         return "seconds as measured, where a measurement fits"
     found = job.wires
     link = found.between if row.link == "between nodes" else found.inside
-    return f"α = {seconds_text(link.latency)}, 1/β = {link.bandwidth / 1e9:.4g} GB/s"
+    text = f"α = {seconds_text(link.latency)}, 1/β = {link.bandwidth / 1e9:.4g} GB/s"
+    if found.backend != "gloo" or row.primitive not in gloo.TAKEN_FOR:
+        return text
+    primitive, name = gloo.TAKEN_FOR[row.primitive]
+    return f"{text}, a {name} {primitive} as gloo has it"
