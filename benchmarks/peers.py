@@ -3,9 +3,9 @@
     pip install -c constraints.txt -e '.[train]' -r benchmarks/peers.txt
     python benchmarks/peers.py --json peers.json
 
-Systems of one heat are started once and then take turns, a few steps each, round after round: a machine that
+Systems of one group are started once and then take turns, a few steps each, round after round: a machine that
 drifts drifts under all of them. One thread a rank, float32. Everything but Fivefold trains transformers' Llama
-or Mixtral of the same size with fused AdamW. Ratios are of medians within one heat.
+or Mixtral of the same size with fused AdamW. Ratios are of medians within one group.
 """
 
 import argparse
@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from side_by_side.pool import RefusedError, Running
 from side_by_side.sizes import COMPARED, SIZES, Size
-from side_by_side.systems import HEATS, ONLY, Bar, Heat, System
+from side_by_side.systems import GROUPS, ONLY, Bar, Group, System
 
 
 @dataclass(slots=True)
 class Result:
-    """What was seen of one system in one size, over all heats it took part in."""
+    """What was seen of one system in one size, over all groups it took part in."""
 
     system: System
     size: str
@@ -60,9 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: Results = {}
     verdicts: list[str] = []
     for size in options.sizes:
-        for heat in HEATS:
-            if size in ONLY.get(heat.name, SIZES) and heat.name in options.heats:
-                verdicts += _run(heat, size, options, machine, results)
+        for group in GROUPS:
+            if size in ONLY.get(group.name, SIZES) and group.name in options.groups:
+                verdicts += _run(group, size, options, machine, results)
     rows = [result.row() for result in results.values()]
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
@@ -76,9 +76,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [heat.name for heat in HEATS]
+    names = [group.name for group in GROUPS]
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=COMPARED)
-    parser.add_argument("--heats", nargs="+", choices=names, default=names, help="groups that run together")
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        choices=names,
+        default=names,
+        help="only these; systems of a group run together",
+    )
     parser.add_argument(
         "--systems", nargs="+", default=[], help="only these (words of their names), e.g. fivefold"
     )
@@ -95,11 +101,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(
-    heat: Heat, size: str, options: argparse.Namespace, machine: dict[str, Any] | None, results: Results
+    group: Group, size: str, options: argparse.Namespace, machine: dict[str, Any] | None, results: Results
 ) -> list[str]:
-    """Runs one heat, adds to `results`, and returns the verdicts on its bars."""
+    """Runs one group, adds to `results`, and returns the verdicts on its bars."""
     wanted = [
-        s for s in heat.systems if not options.systems or any(word in s.key for word in options.systems)
+        s for s in group.systems if not options.systems or any(word in s.key for word in options.systems)
     ]
     rates: dict[str, list[float]] = {}
     with ExitStack() as stack:
@@ -110,9 +116,9 @@ def _run(
                 running = stack.enter_context(Running(system, SIZES[size], machine))
             except RefusedError as refusal:
                 result.refused = str(refusal)
-                _say(f"{size} {heat.name}: {system.key} refused: {refusal}")
+                _say(f"{size} {group.name}: {system.key} refused: {refusal}")
                 continue
-            _say(f"{size} {heat.name}: {system.key} started in {running.first_step_seconds:.1f} s")
+            _say(f"{size} {group.name}: {system.key} started in {running.first_step_seconds:.1f} s")
             alive.append(running)
             result.first_step_seconds = running.first_step_seconds
         for turn in range(options.repeats):
@@ -120,14 +126,14 @@ def _run(
                 rate = _turn(running, SIZES[size], options.steps)
                 rates.setdefault(running.system.key, []).append(rate)
                 _say(
-                    f"{size} {heat.name} {turn + 1}/{options.repeats}: {running.system.key} {rate:,.0f} tokens/s"
+                    f"{size} {group.name} {turn + 1}/{options.repeats}: {running.system.key} {rate:,.0f} tokens/s"
                 )
         for running in alive:
             result = results[size, running.system.key]
             result.rates += rates[running.system.key]
             result.peak_bytes = max(result.peak_bytes, running.peak_bytes)
     medians = {key: statistics.median(found) for key, found in rates.items()}
-    return [_verdict(bar, size, medians) for bar in heat.bars_of(size)]
+    return [_verdict(bar, size, medians) for bar in group.bars_of(size)]
 
 
 def _turn(running: Running, size: Size, steps: int) -> float:

@@ -61,7 +61,7 @@ DP_TP = _fivefold("dp 2, tp 2", 4, 2, tp=2)
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`ours` must reach `factor` times the best of `theirs`, in tokens/s of the same heat."""
+    """`ours` must reach `factor` times the best of `theirs`, in tokens/s of the same group."""
 
     ours: tuple[System, ...]
     theirs: tuple[System, ...]
@@ -69,7 +69,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
+class Group:
     """Systems that are alive together and step in turn: few enough for the memory of this machine."""
 
     name: str
@@ -84,9 +84,9 @@ def _dense(s1: float, s2: float) -> dict[str, float]:
     return {"S1": s1, "S2": s2}
 
 
-HEATS = (
-    Heat("one rank", (LOOP, ONE), (Bar((ONE,), (LOOP,), {"S1": 2.0, "S2": 1.7, "MoE": 1.8}),)),
-    Heat(
+GROUPS = (
+    Group("one rank", (LOOP, ONE), (Bar((ONE,), (LOOP,), {"S1": 2.0, "S2": 1.7, "MoE": 1.8}),)),
+    Group(
         "replicas",
         (LOOP, ONE, DDP, ACCELERATE, FABRIC, ZERO[0]),
         (
@@ -94,12 +94,12 @@ HEATS = (
             Bar((ZERO[0],), (ONE,), _dense(2 * 0.93, 2 * 0.93)),
         ),
     ),
-    Heat(
+    Group(
         "zero 1, 2",
         (LOOP, *(DEEPSPEED[z] for z in (1, 2)), *(ZERO[z] for z in (1, 2))),
         tuple(Bar((ZERO[z],), (DEEPSPEED[z],), _dense(1.9, 1.6)) for z in (1, 2)),
     ),
-    Heat(
+    Group(
         "zero 3",
         (LOOP, ONE, FSDP2, DEEPSPEED[3], ZERO[3]),
         (
@@ -107,12 +107,12 @@ HEATS = (
             Bar((ZERO[3],), (ONE,), _dense(2 * 0.85, 2 * 0.85)),
         ),
     ),
-    Heat("tensor", (LOOP, TORCH_TP, TP_PLAN, TP), (Bar((TP,), (LOOP,), {"S1": 2.4}),)),
-    Heat("pipeline", (LOOP, TORCH_PP, *PP), (Bar(tuple(PP), (LOOP,), {"S1": 2.8}),)),
-    Heat("context", (LOOP, *CP), (Bar(tuple(CP), (LOOP,), {"S1": 2.4}),)),
-    Heat("data x tensor", (LOOP, TORCH_2D, DP_TP), (Bar((DP_TP,), (LOOP,), {"S1": 2.2}),)),
-    Heat("expert", (LOOP, DDP, ZERO[0], EP), (Bar((EP,), (DDP,), {"MoE": 1.6}),)),
+    Group("tensor", (LOOP, TORCH_TP, TP_PLAN, TP), (Bar((TP,), (LOOP,), {"S1": 2.4}),)),
+    Group("pipeline", (LOOP, TORCH_PP, *PP), (Bar(tuple(PP), (LOOP,), {"S1": 2.8}),)),
+    Group("context", (LOOP, *CP), (Bar(tuple(CP), (LOOP,), {"S1": 2.4}),)),
+    Group("data x tensor", (LOOP, TORCH_2D, DP_TP), (Bar((DP_TP,), (LOOP,), {"S1": 2.2}),)),
+    Group("expert", (LOOP, DDP, ZERO[0], EP), (Bar((EP,), (DDP,), {"MoE": 1.6}),)),
 )
 _S1 = ("S1", "tiny")
 ONLY = {"expert": ("MoE",), "tensor": _S1, "pipeline": _S1, "context": _S1, "data x tensor": _S1}
-"""Heats for some sizes only."""
+"""Groups for some sizes only."""
