@@ -1,7 +1,8 @@
 """Fits time against size: α + S/β, with a second rate beyond a knee where that explains the times much better."""
 
 from collections.abc import Sequence
-from math import inf, log
+from itertools import pairwise
+from math import inf, log, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ class Point(NamedTuple):
 
 
 def fit(points: Sequence[Point]) -> Link:
-    """The link whose times are nearest to the points, in the sense of the mean |log(time / measured)|.
+    """The link whose times are nearest to the points, in the sense of the mean |log(time / measured)|. A knee is
+    sought at the sizes and halfway between them, with two sizes on either side.
 
     Absolute deviations of logarithms: a microsecond counts at 1 KiB as a millisecond does at 64 MiB, and one
     point that a busy machine has spoilt pulls no harder than any other.
@@ -31,12 +33,12 @@ def fit(points: Sequence[Point]) -> Link:
     if len({point.size for point in points}) < 2:
         raise ValueError("a fit needs times at two sizes at least")
     sizes = sorted({point.size for point in points})
-    best = _line(points, inf)
-    for knee in sizes[2:-2]:
-        candidate = _line(points, knee)
-        if deviation(candidate, points) < GAIN * deviation(best, points):
-            best = candidate
-    return best
+    straight = _line(points, inf)
+    knees = [sqrt(near * far) for near, far in pairwise(sizes[1:-1])] + sizes[2:-2]
+    if not knees:
+        return straight
+    bent = min((_line(points, knee) for knee in knees), key=lambda link: deviation(link, points))
+    return bent if deviation(bent, points) < GAIN * deviation(straight, points) else straight
 
 
 def deviation(link: Link, points: Sequence[Point]) -> float:
