@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from fivefold.cli.main import main
@@ -37,7 +42,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks(8, backend=None) as started:
+    with Ranks(2, backend=None) as started:
         yield started
 
 
@@ -65,38 +70,62 @@ LAYOUTS: dict[str, tuple[int, Model, dict[str, Any]]] = {
     "DualPipeV": (2, DENSE, {"pp": 2, "schedule": "dualpipev", "recompute": "attention"}),
     "experts": (2, SPARSE, {"zero": 2, "ep": 2, "recompute": "full"}),
     "experts, elementwise": (2, SPARSE, {"cp": 2, "zero": 3, "ep": 2, "recompute": "elementwise"}),
-    "pp × tp × zero 3": (8, DENSE, {"pp": 2, "tp": 2, "dp_shard": 2, "zero": 3, "sequence_parallel": True}),
 }
-LONG = [name for name in LAYOUTS if name != "sequence parallel"]
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name", ["sequence parallel", *(pytest.param(n, marks=pytest.mark.full) for n in LONG)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_layers_equal_one_process(ranks: Ranks, name: str) -> None:
-    world_size, model, layout = LAYOUTS[name]
+    compared(ranks, *LAYOUTS[name])
+
+
+@needs_compiler
+@pytest.mark.full
+def test_three_axes_at_once() -> None:
+    layout = {"pp": 2, "tp": 2, "dp_shard": 2, "zero": 3, "sequence_parallel": True}
+    with Ranks(8, backend=None) as ranks:
+        compared(ranks, 8, DENSE, layout)
+
+
+@pytest.mark.parametrize("name", ["sequence parallel", "ZBV"])
+def test_traced_layers_equal_one_process(ranks: Ranks, name: str) -> None:
+    """The same chains and autograd functions without a C++ compiler, which takes long."""
+    compared(ranks, *LAYOUTS[name], backend="aot_eager")
+
+
+def compared(
+    ranks: Ranks, world_size: int, model: Model, layout: dict[str, Any], backend: str = "inductor"
+) -> None:
     config = replace(
         toy_config(global_batch=8, steps=3, **layout), model=model, machine=Machine(compile=True)
     )
-    results = ranks.run(compiled_training, config, world_size=world_size, timeout=600.0)
+    results = ranks.run(compiled_training, config, backend, world_size=world_size, timeout=600.0)
     check_replicas(results)
     check(results[0], reference(replace(config, machine=Machine())), 1e-12)
     for found in results:
         assert found["breaks"] == {}
-        # Five chains, each once for all layers and micro-batches; the shared experts' is another size of one of them.
-        assert found["compiled"] <= (6 if model is SPARSE else 5)
+        # Five chains, each once for all layers and micro-batches, and the final norm; the shared experts' is another
+        # size of one of them.
+        assert found["compiled"] <= (7 if model is SPARSE else 6)
     assert max(found["compiled"] for found in results) >= 5
 
 
-def compiled_training(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+def compiled_training(rank: int, world_size: int, config: Config, backend: str) -> dict[str, Any]:
     """Also what was compiled, and where the compiler gave up."""
+    with compiling() as counters, mock.patch("torch.compile", partial(torch.compile, backend=backend)):
+        found = train_on_ranks(rank, world_size, config)
+    return found | {"compiled": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+
+
+@contextmanager
+def compiling() -> Iterator[dict[str, Counter[str]]]:
+    """torch's counters of what is compiled inside."""
     from torch._dynamo.utils import counters
 
     counters.clear()
-    found = train_on_ranks(rank, world_size, config)
-    found["compiled"], found["breaks"] = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    return found
+    yield counters
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 @needs_compiler
@@ -104,13 +133,17 @@ def compiled_training(rank: int, world_size: int, config: Config) -> dict[str, A
 @pytest.mark.parametrize(
     ("preset", "layout"),
     [
+        ("quickstart", {"tp": 2, "dp_shard": 1}),
         ("quickstart", {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "zbv"}),
         ("quickstart-moe", {"cp": 2, "dp_shard": 2, "ep": 2, "zero": 3}),
     ],
 )
 def test_verify_holds_compiled_layers_against_one_process(preset: str, layout: dict[str, Any]) -> None:
+    """Memory too: in bf16 compiled chains keep less than eager ones, as the ledger says."""
     config = load(preset, ["machine.compile=true", "batch.global_batch=16", "batch.micro_batch=1"])
     config = replace(config, parallel=Parallel(**layout))
-    with Verifier(4) as verifier:
-        case = verifier.case(config, ["float64", "float32", "bf16", "fp16"])
+    with Verifier(4, compiling) as verifier:
+        case = verifier.case(config, ["float64", "bf16"])
     assert case.passed, case.document()
+    if preset == "quickstart":  # what experts keep depends on routing
+        assert all(line.measured == line.predicted for line in case.memory if line.measured is not None)

@@ -128,6 +128,7 @@ class Decoder(nn.Module):
         )
         if any(stage.last for stage in self.stages):
             self.norm = make_norm(model)
+            self.normed = Chain(self._normed)
             self.head = nn.Linear(model.hidden, model.vocab, bias=False)
         self._counts: Tensor | None = None
         self.tie()
@@ -201,15 +202,15 @@ class Decoder(nn.Module):
         auxiliary = self._auxiliary(routings, tokens_per_sequence)
         if not stage.last:
             return x if auxiliary is None else attach_auxiliary(x, auxiliary)
-        x = region.enter(self.norm(x))
+        x = region.enter(self.normed(x))
         if labels is None:
             return head_logits(x, self.head.weight, self.head_shard)
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
         return loss if auxiliary is None else add_auxiliary_gradient(loss, auxiliary)
 
     def compile_layers(self) -> None:
-        """Compiles the layers' chains (see `nn.chain`)."""
-        compile_chains(self.layers)
+        """Compiles the chains of the layers, and the final norm (see `nn.chain`)."""
+        compile_chains(self)
 
     def take_counts(self) -> list[float]:
         """The number of times each expert of each layer was chosen since the last call, layer by layer.
@@ -246,6 +247,9 @@ class Decoder(nn.Module):
             self._counts = torch.zeros(size, dtype=torch.int64, device=device)
         for index, routing in routings.items():
             self._counts[int(index)] += routing.counts
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
 
     def _embedded(self, tokens: Tensor, positions: Tensor, region: Region) -> Tensor:
         """`[batch, sequence]` → the residual stream; learned positions are those in the packed row."""
