@@ -51,10 +51,9 @@ def words(name: str, *given: str, says: tuple[str, ...]) -> Case:
     return Case(name, given, says, {"a.toml": BASE, "text": "some text\n"})
 
 
-def layouts(name: str, text: str, says: tuple[str, ...], *, compiled: bool = False) -> Case:
+def layouts(name: str, text: str, says: tuple[str, ...]) -> Case:
     """A file of layouts."""
-    more = ("--set", "machine.compile=true") if compiled else ()
-    given = ("verify", "a.toml", "--layouts", "l.json", *more)
+    given = ("verify", "a.toml", "--layouts", "l.json")
     return Case(name, given, says, {"a.toml": BASE, "l.json": text})
 
 

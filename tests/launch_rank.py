@@ -2,7 +2,8 @@
 
     python launch_rank.py MODE STEPS
 
-MODE: "well", "raise", "raise-shm" (over shared memory), "kill", "exit", "bad" (input), "slow" (saves for a long time
+MODE: "well", "raise", "raise-shm" (over shared memory),
+"raise-unrecorded" (on a full disk), "kill", "exit", "bad" (input), "slow" (saves for a long time
 when asked to stop).
 Each rank prints what happens to it, so that the test can wait for it.
 """
@@ -63,6 +64,8 @@ def train(place: Place, mode: str, steps: int, stop: StopSignal) -> None:
 
 
 def misbehave(mode: str) -> None:
+    if mode == "raise-unrecorded":
+        os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/full"
     if mode.startswith("raise"):
         raise RuntimeError("the loss is a banana\nand so is the gradient")
     if mode == "kill":

@@ -312,12 +312,6 @@ VERIFY = [
     ),
     layouts("layout that is open", '[{"tp": -1, "dp_shard": -1}]', says=("l.json[0]", "only one")),
     layouts("layout out of range", '[{"tp": 99999999999}]', says=("--layouts l.json", "tp")),
-    layouts(
-        "layout that is not trained",
-        '[{"tp": 2, "dp_shard": 1}]',
-        says=("l.json[0]", "machine.compile with tensor parallel"),
-        compiled=True,
-    ),
     words(
         "verdicts into nowhere",
         "verify",

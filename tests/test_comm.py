@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.cli.comm.sizes import read_sizes
+from fivefold.cli.comm.sizes import check_memory, read_sizes
 from fivefold.cli.main import main
 from fivefold.collectives.fit import Point, fit, median_error
 from fivefold.config.errors import BadInput
@@ -159,6 +159,25 @@ def test_sizes() -> None:
     assert read_sizes("64K,1M:16M") == [65536, 1 << 20, 4 << 20, 16 << 20]
     with pytest.raises(BadInput, match="below the first"):
         read_sizes("1M:1K")
+    with pytest.raises(BadInput, match="expected a number of bytes"):
+        read_sizes("²K")
+
+
+def test_sizes_that_do_not_fit_into_memory_are_refused() -> None:
+    check_memory([1 << 10, 1 << 30], 2, 8, 16 << 30)
+    with pytest.raises(BadInput, match=r"1\.00 GiB takes 8 such buffers on each of 2 ranks.*at most 960 MiB"):
+        check_memory([1 << 10, 1 << 30], 2, 8, 15 << 30)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the buffers are in the accelerator's memory")
+@pytest.mark.parametrize(
+    "words", [["bench", "--sizes", "100000G"], ["calibrate", "--sizes", "1K:100000G", "--output", "x.toml"]]
+)
+def test_no_rank_starts_for_sizes_that_do_not_fit(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["comm", *words]) == 2
+    assert "are available here; at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

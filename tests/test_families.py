@@ -229,7 +229,17 @@ LLAMA = PUBLISHED["llama2-7b"]
         (LLAMA | {"model_type": "mistral", "sliding_window": 4096}, "sliding_window = 4096"),
         (PUBLISHED["gpt2"] | {"activation_function": ["x"]}, 'activation_function = ["x"]'),
         (PUBLISHED["gpt2"] | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx = true"),
-        (LLAMA | {"hidden_size": "wide"}, "model.hidden"),
+        (LLAMA | {"hidden_size": "wide"}, 'config.json: hidden_size = "wide": expected a whole number'),
+        (LLAMA | {"num_hidden_layers": True}, "config.json: num_hidden_layers = true: expected a whole"),
+        (LLAMA | {"tie_word_embeddings": "no"}, 'tie_word_embeddings = "no": expected true or false'),
+        (LLAMA | {"rope_theta": 0}, "config.json: rope_theta = 0: expected a number > 0.0"),
+        (LLAMA | {"rope_scaling": "x"}, 'rope_scaling = "x": expected an object'),
+        (LLAMA | {"rope_parameters": [1]}, "rope_parameters = [1]: expected an object"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 0.5}},
+            "config.json: factor = 0.5: expected a number ≥ 1.0",
+        ),
+        (PUBLISHED["gpt2"] | {"n_embd": None, "n_inner": None}, "n_embd is missing"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path: Path, content: Any, says: str) -> None:
@@ -238,6 +248,9 @@ def test_what_is_not_computed_is_refused(tmp_path: Path, content: Any, says: str
         load(str(tmp_path / "c.toml"))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        read_model(tmp_path)
+    assert says in str(caught.value)
 
 
 def test_keys_written_beside_a_path_count_more(tmp_path: Path) -> None:
@@ -245,6 +258,8 @@ def test_keys_written_beside_a_path_count_more(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text(f'[model]\npath = "{path}"\nlayers = 3\n')
     assert load(str(tmp_path / "c.toml")).model.layers == 3
     assert load(str(tmp_path / "c.toml"), ["model.layers=5"]).model.layers == 5
+    with pytest.raises(ConfigError, match=r"--set .*: model\.layers = 0: expected"):
+        load(str(tmp_path / "c.toml"), ["model.layers=0"])
     with pytest.raises(ConfigError, match=r"c\.toml:2: model\.path = .*: model\.preset is given, too"):
         load(str(tmp_path / "c.toml"), ["model.preset=gpt2"])
     with pytest.raises(ConfigError, match=r"--set .*: model\.path = .*: cannot be read: No such file"):

@@ -101,6 +101,16 @@ def test_an_exception_is_told_in_one_line_and_its_traceback_kept(mode: str, tmp_
     assert 'raise RuntimeError("the loss is a banana' in file.read_text()
 
 
+def test_an_exception_that_cannot_be_recorded_is_told_by_the_rank() -> None:
+    with started(*local("raise-unrecorded")) as process:
+        code, _, errors = end(process)
+    assert code == 1
+    assert errors.splitlines() == [
+        "fivefold: rank 1: RuntimeError: the loss is a banana and so is the gradient",
+        "fivefold: rank 1 ended with exit code 1 and recorded no reason; see its output above",
+    ]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_ranks_save(number: signal.Signals) -> None:
     with started(*local("well", FOREVER)) as process:
@@ -162,6 +172,23 @@ def test_ranks_do_not_outlive_a_killed_launcher() -> None:
         process.kill()
         output, _ = process.communicate(timeout=30.0)  # ends when the last rank has closed the pipe
     assert output.count("saved") == 2
+
+
+def test_what_a_killed_launcher_leaves_the_next_one_removes(tmp_path: Path) -> None:
+    def launch() -> None:
+        with started(*local("bad"), TMPDIR=str(tmp_path)) as other:
+            assert end(other)[0] == 2
+
+    with started(*local("well", FOREVER), TMPDIR=str(tmp_path)) as process:
+        wait_for(process, "steps")
+        [directory] = tmp_path.glob("fivefold-*")
+        os.utime(directory, (0.0, 0.0))
+        launch()
+        assert directory.exists()  # while its launcher lives
+        process.kill()
+        process.communicate(timeout=30.0)
+    launch()
+    assert not list(tmp_path.glob("fivefold-*"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")

@@ -57,6 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     known = _known(arguments.save)
     require_torch()
     from fivefold.proof.verify import Verifier
+    from fivefold.trainer.compiler import check_compiler
+
+    check_compiler(config.machine)
 
     documents: list[dict[str, Any]] = []
     started = time.monotonic()
@@ -182,7 +185,13 @@ def _key(config: Config, dtypes: Sequence[str]) -> str:
     import msgspec
 
     parts = (config.model, config.parallel, config.batch, config.precision, config.optimizer, config.schedule)
-    return msgspec.json.encode((*parts, config.data.document_mask, config.run.seed, dtypes)).decode()
+    more = (
+        config.data.document_mask,
+        config.run.seed,
+        dtypes,
+        *(["compiled"] if config.machine.compile else []),
+    )
+    return msgspec.json.encode((*parts, *more)).decode()
 
 
 def _tell(found: dict[str, Any], number: int, count: int) -> None:

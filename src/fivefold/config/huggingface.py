@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from fivefold.config.errors import ConfigError, did_you_mean
+from fivefold.config.errors import ConfigError, did_you_mean, shortened
+from fivefold.config.explain import KeyPath, key_paths
 from fivefold.config.families import FAMILIES, REQUIRED, Family, Key, Table
 from fivefold.config.model import Experts, Model
 
@@ -23,15 +24,19 @@ _ROPE_SCALING = {
 """Keys of `tree.RopeScaling`, and theirs."""
 
 
+def config_file(path: str | Path) -> Path:
+    """The config.json that `path` is, or that is in the directory `path`."""
+    file = Path(path).expanduser()
+    return file / CONFIG_JSON if os.path.isdir(file) else file
+
+
 def read_config_json(path: str | Path) -> Table:
-    """The config.json that `path` is, or that is in the directory `path`.
+    """The content of `config_file(path)`.
 
     Raises:
         ConfigError: in one line: there is none, or it is not JSON, or of a family that is not known.
     """
-    file = Path(path).expanduser()
-    if os.path.isdir(file):
-        file = file / CONFIG_JSON
+    file = config_file(path)
     try:
         theirs = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -56,7 +61,8 @@ def model_table(theirs: Table) -> Table:
     if problem := next(_not_computed(theirs, family), None):
         raise ConfigError(f'config.json of a "{theirs["model_type"]}": {problem}')
     found: Table = {}
-    for ours, value in (family.implied | {key.ours: _value(theirs, key) for key in family.keys}).items():
+    said = {key.ours: _value(theirs, key) for key in family.keys}
+    for ours, value in (family.implied | said).items():
         section, _, name = ours.rpartition(".")
         (found.setdefault(section, {}) if section else found)[name] = value
     if family.rope_theta:
@@ -70,10 +76,33 @@ def read_model(path: str | Path) -> Model:
     Raises:
         ConfigError: as `read_config_json` and `model_table` do, or a value is of the wrong type.
     """
+    theirs = read_config_json(path)
     try:
-        return msgspec.convert(model_table(read_config_json(path)), Model)
-    except msgspec.ValidationError as error:
+        table = model_table(theirs)
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    try:
+        return msgspec.convert(table, Model)
+    except msgspec.ValidationError as error:
+        ours = tuple(str(error).partition(" - at `$.")[2].rstrip("`").split("."))
+        name, value = written_as(theirs, ours)
+        expected = key_paths()["model", *ours].type
+        raise ConfigError(
+            f"{config_file(path)}: {name} = {shortened(json.dumps(value))}: expected {expected}"
+        ) from None
+
+
+def written_as(theirs: Table, ours: KeyPath) -> tuple[str, Any]:
+    """The key of a config.json that says what `ours`, a key of the model section, says; and its value."""
+    rope = _rope(theirs)
+    scaling = _ROPE_SCALING.get(ours[-1], "") if ours[0] == "rope_scaling" else ours[0]
+    if scaling in rope:
+        return scaling, rope[scaling]
+    names = next(
+        (key.theirs for key in FAMILIES[theirs["model_type"]].keys if key.ours == ".".join(ours)), ours[-1:]
+    )
+    name = next((name for name in names if theirs.get(name) is not None), names[0])
+    return name, theirs.get(name)
 
 
 def config_json(model: Model) -> Table | None:
@@ -132,6 +161,10 @@ def _not_computed(theirs: Table, family: Family) -> Iterator[str]:
         for name in given:
             if key.values and str(theirs[name]) not in key.values:
                 yield _refusal(name, theirs[name], key.values)
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(theirs.get(name) or {}, dict):
+            yield f"{name} = {json.dumps(theirs[name])}: expected an object"
+            return
     rope_type = _rope(theirs)["rope_type"]
     if family.rope_theta and rope_type not in family.rope_types:
         yield _refusal("rope_type", rope_type, family.rope_types)
@@ -145,7 +178,12 @@ def _value(theirs: Table, key: Key) -> Any:
     for name in key.theirs:
         if theirs.get(name) is not None:
             return key.values.get(theirs[name], theirs[name]) if key.values else theirs[name]
-    return key.default(theirs) if callable(key.default) else key.default
+    if not callable(key.default):
+        return key.default
+    try:
+        return key.default(theirs)
+    except (KeyError, TypeError):
+        raise ConfigError(f"{key.theirs[0]} is missing, and does not follow from the other sizes") from None
 
 
 def _rope(theirs: Table) -> Table:
@@ -156,7 +194,8 @@ def _rope(theirs: Table) -> Table:
 
 def _rotary(theirs: Table, family: Family) -> Table:
     rope = _rope(theirs)
-    theta = rope.get("rope_theta") or theirs.get("rope_theta") or family.rope_theta
+    said = (rope.get("rope_theta"), theirs.get("rope_theta"))
+    theta = next((value for value in said if value is not None), family.rope_theta)
     if rope["rope_type"] != "llama3":
         return {"rope_theta": theta}
     return {

@@ -5,7 +5,7 @@ import os.path
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from math import isfinite
@@ -17,7 +17,7 @@ import tomli_w
 
 from fivefold.config.errors import ConfigError, did_you_mean, shortened
 from fivefold.config.explain import KeyPath, hint, key_paths, section_paths
-from fivefold.config.huggingface import model_table, read_config_json
+from fivefold.config.huggingface import config_file, model_table, read_config_json, written_as
 from fivefold.config.tree import Config
 
 Table = dict[str, Any]
@@ -39,10 +39,12 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
         _check(each, each.table)
         table = _merge(table, each.table)
     model, run = table.setdefault("model", {}), table.setdefault("run", {})
+    below: list[_Source] = []
     if isinstance(preset := model.get("preset"), str) and preset:
         table["model"] = _merge(_preset_table("models", "model.preset", preset, sources), model)
     if isinstance(path := model.get("path"), str) and path and not os.path.isdir(source):
-        table["model"] = _merge(_path_table(path, sources), model)
+        below = [_hugging_face(path, sources)]
+        table["model"] = _merge(below[0].table["model"], model)
         if os.path.isfile(tokenizer := Path(path).expanduser() / "tokenizer.json"):
             data = table.setdefault("data", {})
             data["tokenizer"] = data.get("tokenizer") or str(tokenizer)
@@ -50,7 +52,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Config:
         run["name"] = _default_name(source)
     if os.path.isdir(source) and not any(each.holds(("run", "dir")) for each in sources[1:]):
         run["dir"] = source  # also when the run has been moved
-    return _convert(table, sources)
+    return _convert(table, [*below, *sources])
 
 
 def written_keys(source: str, overrides: Sequence[str] = ()) -> frozenset[str]:
@@ -108,6 +110,17 @@ class _Source:
         above = (path[:end] for end in range(len(path), 0, -1))
         place = next((f"{self.where}:{lines[key]}" for key in above if key in lines), self.where)
         return ConfigError(f"{place}: {_shown_key(path)}{problem}")
+
+
+@dataclass(frozen=True, slots=True)
+class _HuggingFace(_Source):
+    """The model section that a config.json describes; errors name its own keys."""
+
+    theirs: Table = field(default_factory=dict)
+
+    def error(self, path: KeyPath, problem: str) -> ConfigError:
+        name, value = written_as(self.theirs, path[1:])
+        return ConfigError(f"{self.where}: {name} = {_shown(value)}: {problem.partition(': ')[2]}")
 
 
 def _origin(path: KeyPath, sources: Sequence[_Source]) -> _Source:
@@ -192,7 +205,7 @@ def _preset_table(kind: str, key: str, name: str, sources: Sequence[_Source]) ->
     return tomllib.loads(_preset_text(kind, name))
 
 
-def _path_table(path: str, sources: Sequence[_Source]) -> Table:
+def _hugging_face(path: str, sources: Sequence[_Source]) -> _Source:
     """The model section that a Hugging Face model describes. The config of a run holds it already."""
     key = ("model", "path")
     if any(each.table.get("model", {}).get("preset") for each in sources):
@@ -200,7 +213,8 @@ def _path_table(path: str, sources: Sequence[_Source]) -> Table:
             key, f" = {_shown(path)}: model.preset is given, too; give one of the two"
         )
     try:
-        return model_table(read_config_json(path))
+        theirs = read_config_json(path)
+        return _HuggingFace({"model": model_table(theirs)}, str(config_file(path)), theirs=theirs)
     except ConfigError as error:
         raise _origin(key, sources).error(key, f" = {_shown(path)}: {error}") from None
 

@@ -319,7 +319,10 @@ class Machine(Section, frozen=True):
     ] = "measure"
     compile: Annotated[
         bool,
-        Meta(description="Training runs decoder layers through torch.compile; needs a C++ compiler."),
+        Meta(
+            description="torch.compile for the elementwise operations between a layer's products, in training; needs a "
+            "C++ compiler."
+        ),
     ] = False
     cudnn_autotune: Annotated[
         bool, Meta(description="On NVIDIA GPUs cuDNN times its algorithms at the first call of each shape.")

@@ -141,7 +141,7 @@ def _feed_forward(job: Job, expert: bool, fused: bool) -> float:
 def _piecewise(job: Job) -> bool:
     """Whether routed experts are nn/expert_swiglu.py: it keeps the products of gate and up, and takes rows as they
     arrive."""
-    return _eager(job) and job.stack.manual_backward
+    return _eager(job) and job.stack.manual_backward and job.hardware.device.is_cpu and job.itemsize >= 4
 
 
 def _routing(job: Job) -> float:

@@ -24,7 +24,8 @@ class Stack:
         attention: scores in memory; FlashAttention-2; the vendor's newest kernel (cuDNN, FA3); or blocks of
             queries that keep their probabilities (nn/causal_attention.py, CPUs).
         fused: norms and activations are one kernel each and save only their inputs.
-        manual_backward: eager, but norms, SwiGLU and rotary keep only their inputs (nn/manual_backward.py).
+        manual_backward: eager, but norms, SwiGLU and rotary keep only their inputs (nn/manual_backward.py,
+            and compiled nn/chain.py).
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fivefold.config.model import Model
 from fivefold.nn.causal_attention import blocked_causal_attention
+from fivefold.nn.chain import Chain
 from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.nn.norm import RMSNorm
 from fivefold.nn.recompute import Recompute
@@ -122,16 +123,19 @@ class Attention(nn.Module):
             self.key_norm: nn.Module = RMSNorm(model.head_dim, eps=model.norm_eps)
         else:
             self.query_norm = self.key_norm = nn.Identity()
+        self.placed = Chain(self._placed)
         self.output = Projection(queries, model.hidden, bias=model.output_bias)
 
     def forward(self, x: Tensor, rotary: Rotary | None, segments: Segments) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`; `rotary` None = no rotary positions."""
         query, key, value = (self._heads(project(x)) for project in (self.query, self.key, self.value))
-        query, key = self.query_norm(query), self.key_norm(key)
-        if rotary is not None:
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key = self.placed(query, key, rotary)
         attended = self.core(query, key, value, segments)
         return self.output(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _placed(self, query: Tensor, key: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        query, key = self.query_norm(query), self.key_norm(key)
+        return (query, key) if rotary is None else (apply_rotary(query, rotary), apply_rotary(key, rotary))
 
     def _heads(self, x: Tensor) -> Tensor:
         """`[batch, sequence, heads · head_dim]` → `[batch, heads, sequence, head_dim]`."""

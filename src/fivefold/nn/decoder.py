@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fivefold.config.model import Model
 from fivefold.nn.attention import Attention, Segments
+from fivefold.nn.chain import Chain, compile_chains
 from fivefold.nn.dropout import drop, site_keys, site_number, token_keys
 from fivefold.nn.experts import Experts
 from fivefold.nn.feed_forward import make_feed_forward
@@ -35,8 +36,10 @@ class DecoderLayer(nn.Module):
             self.experts = Experts(model)
         else:
             self.feed_forward = make_feed_forward(model, model.ffn)
+        self.normed = Chain(self._normed)
+        self.added_and_normed = Chain(self._added_and_normed)
+        self.added = Chain(self._added)
         self.run = recompute.layer(self._run)
-        self.compiled: Callable[..., tuple[Tensor, Routing | None]] | None = None
 
     def forward(
         self,
@@ -55,8 +58,7 @@ class DecoderLayer(nn.Module):
         sites = [
             None if keys is None else site_keys(keys, site_number(self.index, branch)) for branch in (0, 1)
         ]
-        run = self.compiled if self.compiled is not None and torch.is_grad_enabled() else self.run
-        return run(x, rotary, segments, region, *sites)
+        return self.run(x, rotary, segments, region, *sites)
 
     def _run(
         self,
@@ -67,15 +69,24 @@ class DecoderLayer(nn.Module):
         attention_keys: Tensor | None,
         feed_forward_keys: Tensor | None,
     ) -> tuple[Tensor, Routing | None]:
-        inner = region.enter(self.attention_norm(x))
-        branch = region.leave(self.attention(inner, rotary, segments))
-        x = x + drop(branch, attention_keys, self.dropout)
-        inner, routing = region.enter(self.feed_forward_norm(x)), None
+        branch = region.leave(self.attention(region.enter(self.normed(x)), rotary, segments))
+        x, inner = self.added_and_normed(x, branch, attention_keys)
+        inner, routing = region.enter(inner), None
         if hasattr(self, "experts"):
             inner, routing = self.experts(inner)
         else:
             inner = self.feed_forward(inner)
-        return x + drop(region.leave(inner), feed_forward_keys, self.dropout), routing
+        return self.added(x, region.leave(inner), feed_forward_keys), routing
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.attention_norm(x)  # type: ignore[no-any-return]
+
+    def _added(self, x: Tensor, branch: Tensor, keys: Tensor | None) -> Tensor:
+        return x + drop(branch, keys, self.dropout)
+
+    def _added_and_normed(self, x: Tensor, branch: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self._added(x, branch, keys)
+        return x, self.feed_forward_norm(x)
 
 
 class Decoder(nn.Module):
@@ -117,6 +128,7 @@ class Decoder(nn.Module):
         )
         if any(stage.last for stage in self.stages):
             self.norm = make_norm(model)
+            self.normed = Chain(self._normed)
             self.head = nn.Linear(model.hidden, model.vocab, bias=False)
         self._counts: Tensor | None = None
         self.tie()
@@ -190,18 +202,15 @@ class Decoder(nn.Module):
         auxiliary = self._auxiliary(routings, tokens_per_sequence)
         if not stage.last:
             return x if auxiliary is None else attach_auxiliary(x, auxiliary)
-        x = region.enter(self.norm(x))
+        x = region.enter(self.normed(x))
         if labels is None:
             return head_logits(x, self.head.weight, self.head_shard)
         loss = cross_entropy_sum(x.flatten(0, 1), self.head.weight, labels.flatten(), self.head_shard)
         return loss if auxiliary is None else add_auxiliary_gradient(loss, auxiliary)
 
     def compile_layers(self) -> None:
-        """Compiles training passes, whose shapes are constant; all layers share the compiled code. Evaluation and
-        generation stay eager."""
-        for layer in self.layers.values():
-            assert isinstance(layer, DecoderLayer)
-            layer.compiled = torch.compile(layer.run, dynamic=False)
+        """Compiles the chains of the layers, and the final norm (see `nn.chain`)."""
+        compile_chains(self)
 
     def take_counts(self) -> list[float]:
         """The number of times each expert of each layer was chosen since the last call, layer by layer.
@@ -238,6 +247,9 @@ class Decoder(nn.Module):
             self._counts = torch.zeros(size, dtype=torch.int64, device=device)
         for index, routing in routings.items():
             self._counts[int(index)] += routing.counts
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.norm(x)  # type: ignore[no-any-return]
 
     def _embedded(self, tokens: Tensor, positions: Tensor, region: Region) -> Tensor:
         """`[batch, sequence]` → the residual stream; learned positions are those in the packed row."""

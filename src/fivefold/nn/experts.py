@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.config.model import Model
+from fivefold.nn.chain import Chain
 from fivefold.nn.expert_swiglu import expert_swiglu
 from fivefold.nn.feed_forward import make_feed_forward, swiglu
 from fivefold.nn.grouped import GroupedLinear, copied_in_order, inverse, sorted_by_expert
@@ -39,6 +40,7 @@ class Experts(nn.Module):
         self.gate = GroupedLinear(options.count, model.hidden, options.ffn)
         self.up = GroupedLinear(options.count, model.hidden, options.ffn)
         self.down = GroupedLinear(options.count, options.ffn, model.hidden)
+        self.activated = Chain(swiglu, rows_vary=True)
         self.shared = make_feed_forward(model, options.shared_ffn) if options.shared_ffn else None
         self.shared_gate = nn.Linear(model.hidden, 1, bias=False) if options.shared_gate else None
 
@@ -74,4 +76,4 @@ class Experts(nn.Module):
         return copied_in_order(results, back, order)
 
     def _projected(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate(rows, counts), self.up(rows, counts)), counts)  # type: ignore[no-any-return]
+        return self.down(self.activated(self.gate(rows, counts), self.up(rows, counts)), counts)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fivefold.config.model import Model
+from fivefold.nn.chain import Chain
 from fivefold.nn.manual_backward import uses_manual_backward
 from fivefold.nn.region import Projection
 
@@ -50,10 +51,11 @@ class GatedFeedForward(nn.Module):
         self.gate = nn.Linear(model.hidden, width, bias=model.output_bias)
         self.up = nn.Linear(model.hidden, width, bias=model.output_bias)
         self.down = Projection(width, model.hidden, bias=model.output_bias)
+        self.activated = Chain(swiglu)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` and the result: `[batch, sequence, hidden]`."""
-        return self.down(swiglu(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
+        return self.down(self.activated(self.gate(x), self.up(x)))  # type: ignore[no-any-return]
 
 
 class PlainFeedForward(nn.Module):

@@ -17,19 +17,20 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
 
 def stack_of(config: Config, on: Hardware) -> Stack:
     """Fivefold's trainer: a master copy in float32 (float64), and a copy of it in the compute type where that is
-    another; flash attention; eager norms and activations, on CPUs by hand; a loss whose logits never exist whole."""
+    another; flash attention; eager norms and activations, on CPUs by hand,
+    or compiled; a loss whose logits never exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
     corrected = corrected_momentum(config)
     momentum = config.optimizer.momentum and not corrected
     moments = {"adamw": 2, "muon": 2, "sgd": 1 if momentum else 0}[config.optimizer.name]
-    manual_backward = on.device.is_cpu and item >= 4  # as nn/manual_backward.py has it
+    by_hand = on.device.is_cpu and item >= 4  # as nn/manual_backward.py has it
     length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
     seen = most_tokens(length, cp) if config.parallel.context == "ring" else length
-    blocked = manual_backward and keeps_probabilities(length, seen) and not config.model.latent.kv_rank
+    blocked = by_hand and keeps_probabilities(length, seen) and not config.model.latent.kv_rank
     return Stack(
         attention="blocked" if blocked else "flash",
-        manual_backward=manual_backward,
+        manual_backward=by_hand or config.machine.compile,
         dropout=config.model.dropout > 0,
         compute_copy=item if item != exact else 0,
         shard_apart=True,

@@ -36,6 +36,8 @@ Fault: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 FLAGS = (0.0, 0.0)
 TIMEOUT_SECONDS = 60.0
+COMPILING_SECONDS = 600.0
+"""Ranks wait for one another while they compile."""
 
 
 @dataclass(slots=True)
@@ -91,7 +93,8 @@ def measure(
         replayed: for each twin the routing to use; None = its own.
     """
     place = place_from(os.environ) if world_size > 1 else None
-    with fault(), open_session(place, twins[0].parallel.backend, TIMEOUT_SECONDS) as session:
+    timeout = COMPILING_SECONDS if twins[0].machine.compile else TIMEOUT_SECONDS
+    with fault(), open_session(place, twins[0].parallel.backend, timeout) as session:
         return [
             _measure(session, resolve_config(config, world_size), permutation, choices)
             for config, choices in zip(twins, replayed or [None] * len(twins), strict=True)

@@ -33,6 +33,7 @@ MOST_ROUNDING = 1e-4
 BF16_STEP = 2.0**-8
 """The relative distance of neighbouring bf16 numbers, at least."""
 CASE_SECONDS = 180.0
+COMPILED_CASE_SECONDS = 900.0
 
 
 @dataclass(slots=True)
@@ -161,12 +162,13 @@ class Verifier:
         of_ranks = self._on_ranks(ranks, list(twins), 0, self.fault, routing)
         return [list(of_twin) for of_twin in zip(*of_ranks, strict=True)]
 
-    def _on_ranks(self, ranks: int, *arguments: Any) -> list[list[Measured]]:
+    def _on_ranks(self, ranks: int, twins: Sequence[Config], *arguments: Any) -> list[list[Measured]]:
         """The results of `measure` on the first `ranks` ranks of the pool."""
+        seconds = COMPILED_CASE_SECONDS if twins[0].machine.compile else CASE_SECONDS
         if self._ranks is None:
             self._ranks = Ranks(self._count, backend=None)
         try:
-            return self._ranks.run(measure, *arguments, world_size=ranks, timeout=CASE_SECONDS)
+            return self._ranks.run(measure, twins, *arguments, world_size=ranks, timeout=seconds)
         except RankError:
             self._ranks = None  # the processes have ended
             raise

@@ -306,15 +306,10 @@ def _check_stages(model: Model, parallel: Parallel, mesh: Mesh) -> None:
 
 def check_trainable(resolved: Resolved) -> None:
     """Refuses what can be planned but not trained yet."""
-    config, mesh = resolved.config, resolved.mesh
-    model = config.model
+    model = resolved.config.model
     lacking = {
         "latent attention": model.latent.kv_rank > 0,
         f"model.positions = {model.positions}": model.positions == "alibi",
-        "machine.compile with context parallel": config.machine.compile and mesh.cp > 1,
-        "machine.compile with experts": config.machine.compile and model.experts.count > 0,
-        "machine.compile with pipeline parallel": config.machine.compile and mesh.pp > 1,
-        "machine.compile with tensor parallel": config.machine.compile and mesh.tp > 1,
     }
     if used := [name for name, is_used in lacking.items() if is_used]:
         raise ConfigError(f"{', '.join(used)}: can be planned, but this version does not train it yet")

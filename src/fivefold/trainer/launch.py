@@ -6,9 +6,11 @@ Ranks are started as commands, not as functions: a function entry point that end
 """
 
 import ctypes
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 MOST_RANKS_PER_CORE = 32
 """Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
+_LOGS = "fivefold-ranks-"
+_LEFT_SECONDS = 60.0
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Messages of ranks that failed only because another rank is gone.
 CONSEQUENCES = (
@@ -70,9 +74,7 @@ def start_local(
     """
     _check_count(ranks)
     with ExitStack() as stack:
-        logs = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="fivefold-", ignore_cleanup_errors=True)
-        )
+        logs = stack.enter_context(_logs())
         stack.enter_context(_rank_environment(os.environ, ranks))
         stack.enter_context(_silence("torch.distributed.elastic"))
         relay = stack.enter_context(_Relay(saves))
@@ -91,6 +93,37 @@ def _check_count(ranks: int) -> None:
             f"{ranks} local ranks: more than {MOST_RANKS_PER_CORE} for each of this machine's cores; at most "
             f"{most} here, or start the ranks of several machines with torchrun or srun"
         )
+
+
+@contextmanager
+def _logs() -> Iterator[str]:
+    """A temporary directory for what the agent writes, locked as long as this process lives. Those of launchers that
+    were killed, which no one has locked, are removed.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_LOGS}*"):
+        # A new one is locked a moment after it is made.
+        with suppress(OSError), _locked(left):
+            if time.time() - left.stat().st_mtime > _LEFT_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_LOGS, ignore_cleanup_errors=True) as made, ExitStack() as held:
+        with suppress(OSError):  # a file system without locks: there no one else removes it either
+            held.enter_context(_locked(Path(made)))
+        yield made
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Holds the directory's lock.
+
+    Raises:
+        OSError: another process has it.
+    """
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
@@ -237,15 +270,16 @@ def _record(place: Place, error: BaseException, debug: bool) -> None:
     """The error file that torch's elastic agent reads; see its ErrorHandler for the format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     message = _told(error)
-    if path is None:
-        if not _is_consequence(message) or HAS_DIED in message:  # a killed rank says nothing itself
-            _say(f"rank {place.rank}: {' '.join(message.split())}")
-        return
     # What torchrun prints last of all it prints: where in our code an input was refused is of no use there.
     trace = message if isinstance(error, BadInput) and not debug else traceback.format_exc()
     # torchrun names the earliest as the cause, in whole seconds: what followed from it shall not look as early.
     extra = {"py_callstack": trace, "timestamp": str(int(time.time()) + _is_consequence(message))}
-    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    with suppress(OSError):  # the disk is full, perhaps, or the launcher killed and its directory gone
+        if path is not None:
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+            return
+    if not _is_consequence(message) or HAS_DIED in message:  # a killed rank says nothing itself
+        _say(f"rank {place.rank}: {' '.join(message.split())}")
 
 
 def _told(error: BaseException) -> str:

@@ -8,15 +8,16 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
-from fivefold.cli.comm.sizes import read_sizes
+from fivefold.cli.comm.sizes import check_memory, read_sizes
 from fivefold.cli.extras import require_torch
 from fivefold.config.errors import BadInput, RunFailed, did_you_mean
 from fivefold.config.tree import Cluster
 from fivefold.ledger.hardware import load_hardware
-from fivefold.ledger.programs.catalogue import PRIMITIVES
+from fivefold.ledger.programs.catalogue import PRIMITIVES, PROGRAMS
 from fivefold.render.comm import bench_page, bench_text
 
 if TYPE_CHECKING:
@@ -61,9 +62,24 @@ def run(arguments: argparse.Namespace) -> int:
     place = place_from(os.environ)
     with as_rank(place, debug=arguments.debug):
         request = _request(arguments)
+        cases = max(len(request.algorithms) or 1 + len(PROGRAMS[name]) for name in request.primitives)
+        check_room(request.sizes, place.local_world_size if place else arguments.ranks, cases)
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
         return _rank(arguments, request, place)
+
+
+def check_room(sizes: Sequence[int], ranks: int, cases: int) -> None:
+    """Refuses sizes for which `ranks` on this host, with the buffers of `cases` algorithms at once, have no memory.
+
+    What is checked is counted in int64 and float64: six more buffers of float32's size.
+    """
+    import torch
+
+    from fivefold.trainer.doctor.host import host_memory
+
+    if not torch.accelerator.is_available() and ranks:
+        check_memory(sizes, ranks, cases + 6, host_memory()[0])
 
 
 def sys_words(arguments: argparse.Namespace) -> list[str]:

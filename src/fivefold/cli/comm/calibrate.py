@@ -14,7 +14,7 @@ import msgspec
 import tomli_w
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
-from fivefold.cli.comm.bench import add_ranks_argument, progress, start, sys_words
+from fivefold.cli.comm.bench import add_ranks_argument, check_room, progress, start, sys_words
 from fivefold.cli.comm.sizes import read_sizes
 from fivefold.cli.extras import require_torch
 from fivefold.config.errors import BadInput
@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         sizes, hardware, output = read_sizes(arguments.sizes), kind(arguments.kind), arguments.output
         if len(sizes) < 3:
             raise BadInput(f"--sizes {arguments.sizes}: a fit needs three sizes at least, e.g. {SIZES}")
+        check_room(sizes, place.local_world_size if place else arguments.ranks, 1)
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
         from fivefold.collectives.calibrate import Sizes

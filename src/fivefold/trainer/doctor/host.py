@@ -57,7 +57,7 @@ def _hardware() -> Iterator[Finding]:
     cores, all_cores = usable_cores(), os.cpu_count() or 1
     less = f" of {all_cores} (affinity mask or container quota)" if cores < all_cores else ""
     yield Finding("Hardware", "cores", f"{cores}{less}")
-    available, total = _memory()
+    available, total = host_memory()
     if total:
         yield Finding("Hardware", "memory", f"{size(available)} available of {size(total)}")
     yield _disk(
@@ -83,7 +83,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> tuple[int, int]:
+def host_memory() -> tuple[int, int]:
     """Bytes available and in all, as the kernel or a container's limit has it."""
     kib = {
         name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in _lines("/proc/meminfo"))
