@@ -233,9 +233,14 @@ class Verifier:
 
     def _update_error(self, config: Config) -> float:
         """The distance of one process's parameters and moments from those in float64: the largest over several orders
-        of its rows, because a single element whose gradient is only rounding determines it."""
+        of its rows, compiled and eager, because a single element whose gradient is only rounding determines it."""
         exact = self._reference(replace(config, precision=Precision(dtype="float64")))
-        found = [compare([self._alone(config, seed)], exact, 0.0).errors for seed in UPDATE_PERMUTATIONS]
+        eager = replace(config, machine=replace(config.machine, compile=False))
+        found = [
+            compare([self._alone(alone, seed)], exact, 0.0).errors
+            for alone in ([config, eager] if config.machine.compile else [config])
+            for seed in UPDATE_PERMUTATIONS
+        ]
         return max(max(errors.parameter, errors.moment) for errors in found)
 
     def _bf16_step_error(self, config: Config) -> float:
