@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from fivefold.config.model import Experts, Model
 from fivefold.config.tree import Checkpoint, Config
-from fivefold.ledger.simulate import held_at_once
+from fivefold.ledger.simulate import most_in_flight
 from fivefold.nn.generate import next_logits
 from fivefold.observe.memory import SavedActivations
 from fivefold.parallel.apply import parallelize
@@ -253,7 +253,7 @@ def test_in_flight_is_what_the_schedule_says(ranks: Ranks, schedule: Name) -> No
     one = ranks.run(saved_bytes, of(DEEP, size=1, pp=4, schedule="gpipe"))
     many = ranks.run(saved_bytes, of(DEEP, size=8, pp=4, schedule=schedule))
     for rank, (each, found) in enumerate(zip(one, many, strict=True)):
-        held = max(sum(counts) for counts in held_at_once(schedule, 4, 8, 1, rank))
+        held = max(sum(counts) for counts in most_in_flight(schedule, 4, 8, 1, rank))
         assert held == {"gpipe": 8, "1f1b": 4 - rank, "zb_h1": held}[schedule]
         # token ids are views of the whole batch, so those of one micro-batch cannot be told apart
         assert found == pytest.approx(held * each, rel=0.01)

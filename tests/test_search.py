@@ -21,9 +21,9 @@ from fivefold.ledger.total import estimate
 from fivefold.planner import jobs
 from fivefold.planner.advice import neighbours, unfit
 from fivefold.planner.bounds import Prices, alone, quick_bound
+from fivefold.planner.requests import request_of
 from fivefold.planner.search import Costing, end_bound, job_of, search
-from fivefold.planner.space import Point, Wish, data_layouts, groups, points, series_of, size
-from fivefold.planner.wishes import wish_of
+from fivefold.planner.space import Point, Request, data_layouts, groups, points, series_of, size
 
 STACK = Stack(compute_copy=0, chunked_loss=True, fused_loss=True)
 SMALL = Model(layers=6, hidden=1024, heads=8, kv_heads=4, ffn=2816, vocab=8192, max_positions=4096)
@@ -32,30 +32,32 @@ UNEVEN = msgspec.structs.replace(SMALL, experts=Experts(count=8, top_k=1, ffn=28
 """The first layers take the most time, the last ones hold the most parameters."""
 
 
-def wish(model: Model, kind: str = "2x4 a100", gib: float = 80.0, batch: int = 32, **fixed: object) -> Wish:
+def request_for(
+    model: Model, kind: str = "2x4 a100", gib: float = 80.0, batch: int = 32, **fixed: object
+) -> Request:
     on = hardware.preset(kind)
     on = msgspec.structs.replace(on, device=msgspec.structs.replace(on.device, memory=int(gib * 2**30)))
-    return Wish(model, on, batch, 2048, "bf16", 2, STACK, fixed)
+    return Request(model, on, batch, 2048, "bf16", 2, STACK, fixed)
 
 
-def every_point(wished: Wish) -> list[Point]:
+def every_point(request: Request) -> list[Point]:
     return [
         point
-        for group in groups(wished)
-        for series in series_of(wished, group)
-        for point in points(wished, series)
+        for group in groups(request)
+        for series in series_of(request, group)
+        for point in points(request, series)
     ]
 
 
-def layouts(wished: Wish, point: Point) -> list[Job]:
-    return [job_of(wished, point, *split) for split in data_layouts(wished, point)]
+def layouts(request: Request, point: Point) -> list[Job]:
+    return [job_of(request, point, *split) for split in data_layouts(request, point)]
 
 
-def brute(wished: Wish) -> list[tuple[float, int]]:
+def brute(request: Request) -> list[tuple[float, int]]:
     """(seconds, layouts that share it) of every line: layouts of a point within 0.1 % are one, fastest first."""
     lines: list[tuple[float, int]] = []
-    for point in every_point(wished):
-        ledgers = [estimate(job) for job in layouts(wished, point)]
+    for point in every_point(request):
+        ledgers = [estimate(job) for job in layouts(request, point)]
         left = sorted(ledger.time.step for ledger in ledgers if ledger.fits)
         while left:
             same = [seconds for seconds in left if seconds <= left[0] * 1.001]
@@ -72,9 +74,9 @@ def brute(wished: Wish) -> list[tuple[float, int]]:
     batch=st.sampled_from([4, 12, 24]),
 )
 def test_equals_brute_force(model: Model, kind: str, gib: float, batch: int) -> None:
-    wished = wish(model, kind, gib, batch)
-    lines = brute(wished)
-    found = search(wished, keep=5)
+    request = request_for(model, kind, gib, batch)
+    lines = brute(request)
+    found = search(request, keep=5)
     assert [ranked.seconds for ranked in found.ranking] == pytest.approx(
         [seconds for seconds, _ in lines[:5]]
     )
@@ -143,21 +145,21 @@ def test_no_config_that_is_legal_beats_the_plan(experts: int, tmp_path: Path) ->
     assert legal > 400
     assert len(best) >= (10 if not experts else 15)
     fixed = ["precision.dtype=bf16", "parallel.recompute=elementwise"]
-    wished = wish_of(load(str(path), fixed), frozenset({"parallel.recompute"}))
+    request = request_of(load(str(path), fixed), frozenset({"parallel.recompute"}))
     for (pp, tp, cp, ep), seconds in best.items():
-        asked = {**wished.fixed, "pp": pp, "tp": tp, "cp": cp, "ep": ep}
-        found = search(replace(wished, fixed=asked), keep=1).ranking
+        asked = {**request.fixed, "pp": pp, "tp": tp, "cp": cp, "ep": ep}
+        found = search(replace(request, fixed=asked), keep=1).ranking
         assert found[0].seconds == pytest.approx(seconds), (pp, tp, cp, ep)
-    assert search(wished, keep=1).ranking[0].seconds == pytest.approx(min(best.values()))
+    assert search(request, keep=1).ranking[0].seconds == pytest.approx(min(best.values()))
     assert any(pp == 4 for pp, *_ in best)  # more stages than layers
 
 
 @pytest.mark.parametrize("model", [SMALL, EXPERTS, UNEVEN])
 def test_bounds_are_never_above_the_simulation(model: Model) -> None:
     """Neither the sum of a rank's work nor a rank working alone ends later than the schedule simulated."""
-    wished = wish(model, "1x4 a100", batch=12)
-    for point in every_point(wished):
-        plain = job_of(wished, point)
+    request = request_for(model, "1x4 a100", batch=12)
+    for point in every_point(request):
+        plain = job_of(request, point)
         cost = pipeline.costs(plain)
         built = pipeline.stages(plain, cost)
         message = pipeline.message_seconds(plain)
@@ -174,12 +176,12 @@ def test_bounds_are_never_above_the_simulation(model: Model) -> None:
 @pytest.mark.parametrize("model", [SMALL, UNEVEN])
 @pytest.mark.parametrize("kind", ["1x4 a100", "2x4 l40s"])
 def test_bounds_with_what_follows_the_pipeline_are_never_above_the_step(model: Model, kind: str) -> None:
-    wished = wish(model, kind, batch=16, tp=1, cp=1, micro_batch=1, recompute="none")
-    costing = Costing(wished)
+    request = request_for(model, kind, batch=16, tp=1, cp=1, micro_batch=1, recompute="none")
+    costing = Costing(request)
     some = 0
-    for point in every_point(wished):
-        for bound, _ in end_bound(wished, point, costing):
-            steps = [estimate(job).time.step for job in layouts(wished, point)]
+    for point in every_point(request):
+        for bound, _ in end_bound(request, point, costing):
+            steps = [estimate(job).time.step for job in layouts(request, point)]
             assert bound <= min(steps) * (1 + 1e-9), point
             some += 1
     assert some > 15
@@ -187,12 +189,12 @@ def test_bounds_with_what_follows_the_pipeline_are_never_above_the_step(model: M
 
 def test_size_counts_the_space() -> None:
     for model in (SMALL, EXPERTS):
-        wished = wish(model, "1x4 a100", batch=8)
-        assert size(wished) == sum(len(layouts(wished, point)) for point in every_point(wished))
+        request = request_for(model, "1x4 a100", batch=8)
+        assert size(request) == sum(len(layouts(request, point)) for point in every_point(request))
 
 
 def test_fixed_axes_stay() -> None:
-    found = search(wish(SMALL, batch=16, tp=2, pp=2, schedule="1f1b", recompute="full", micro_batch=1))
+    found = search(request_for(SMALL, batch=16, tp=2, pp=2, schedule="1f1b", recompute="full", micro_batch=1))
     assert found.ranking
     for ranked in found.ranking:
         job = ranked.job
@@ -200,8 +202,8 @@ def test_fixed_axes_stay() -> None:
 
 
 def test_neighbours_have_numbers_and_reasons() -> None:
-    wished = wish(SMALL, batch=16)
-    best = search(wished).ranking[0]
+    request = request_for(SMALL, batch=16)
+    best = search(request).ranking[0]
     lines = neighbours(best.job, best.seconds)
     assert len(lines) > 8
     assert all(any(letter.isdigit() for letter in line.split(":", 1)[1]) for line in lines)
@@ -210,10 +212,10 @@ def test_neighbours_have_numbers_and_reasons() -> None:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    wished = wish(SMALL, gib=2.0, batch=16, tp=1, pp=1, zero=0)
-    found = search(wished)
+    request = request_for(SMALL, gib=2.0, batch=16, tp=1, pp=1, zero=0)
+    found = search(request)
     assert not found.ranking
-    text = "\n".join(unfit(wished, found))
+    text = "\n".join(unfit(request, found))
     assert "misses at least" in text
     assert "fits" in text
 
@@ -226,7 +228,7 @@ def test_all_combinations_of_axes_plan() -> None:
                 axis: 2 if bits >> place & 1 else 1
                 for place, axis in enumerate(("pp", "tp", "cp", "ep", "dp_replicate"))
             }
-            found = search(wish(model, "4x4 a100", batch=32, **fixed), keep=1)
+            found = search(request_for(model, "4x4 a100", batch=32, **fixed), keep=1)
             for ranked in found.ranking:
                 kept = {
                     axis: degree
@@ -244,8 +246,8 @@ def test_llama_405b_on_16384_devices_simulates_next_to_nothing(tmp_path: Path) -
     """All axes free: millions of layouts, of which bounds leave few to simulate (benchmarks/plan.py times it)."""
     (tmp_path / "c.toml").write_text('[model]\npreset = "llama3-405b"\n')
     model = load(str(tmp_path / "c.toml")).model
-    wished = Wish(model, hardware.preset("2048x8 h100"), 2048, 8192, "bf16", 2, STACK)
-    found = search(wished)
+    request = Request(model, hardware.preset("2048x8 h100"), 2048, 8192, "bf16", 2, STACK)
+    found = search(request)
     assert found.ranking
-    assert size(wished) > 5_000_000
+    assert size(request) > 5_000_000
     assert found.simulated < 20

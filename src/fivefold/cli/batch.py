@@ -9,7 +9,7 @@ from fivefold.cli.arguments import add_config_arguments, add_json_argument, whol
 from fivefold.config.errors import BadInput
 from fivefold.config.load import load, written_keys
 from fivefold.planner.batches import degrees, on_devices, rates, sequences, splits, step_seconds, warnings
-from fivefold.planner.wishes import wish_of
+from fivefold.planner.requests import request_of
 from fivefold.render.tables import table
 from fivefold.render.units import count_text, duration_text, lr_text, seconds_text
 from fivefold.spec.batch import BatchPlan
@@ -36,14 +36,14 @@ def run(arguments: argparse.Namespace) -> int:
     """0 = the batch is legal on the devices, 1 = no data-parallel degree divides it."""
     config = load(arguments.config, arguments.overrides)
     written = written_keys(arguments.config, arguments.overrides)
-    wish = wish_of(config, written)
+    request = request_of(config, written)
     if arguments.devices:
-        wish = replace(wish, hardware=on_devices(wish.hardware, arguments.devices))
+        request = replace(request, hardware=on_devices(request.hardware, arguments.devices))
     length = config.batch.sequence_length
-    target = sequences(_count(arguments.tokens), length) if arguments.tokens else wish.global_batch
-    reference = config.optimizer.lr_reference_batch or wish.global_batch
+    target = sequences(_count(arguments.tokens), length) if arguments.tokens else request.global_batch
+    reference = config.optimizer.lr_reference_batch or request.global_batch
     course = plan_course(config.batch.ramp, BatchPlan(target, 1, target, 1, length))
-    found_degrees = degrees(config, written, wish.hardware.devices)
+    found_degrees = degrees(config, written, request.hardware.devices)
     ways = [w for w in splits(target, found_degrees) if course.carries(w.data_parallel * w.micro_batch)]
     budget = _count(arguments.budget)
     found: dict[str, Any] = {
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if config.cluster.preset or config.cluster.path:
         found["time"] = [
-            _time(step_seconds(wish, size), size, length, budget)
+            _time(step_seconds(request, size), size, length, budget)
             for size in dict.fromkeys((reference, target))
         ]
     print(json.dumps(found, indent=1) if arguments.json else _text(found, length, course.summary))

@@ -16,9 +16,9 @@ from fivefold.planner.advice import neighbours, unfit
 from fivefold.planner.document import course_of, document, layout_of, layout_text, run_cost, title_of
 from fivefold.planner.export import accelerate, deepspeed, megatron, torchtitan
 from fivefold.planner.figures import front, gantt
+from fivefold.planner.requests import config_of, request_of
 from fivefold.planner.search import Outcome, search
-from fivefold.planner.space import Wish, size
-from fivefold.planner.wishes import config_of, wish_of
+from fivefold.planner.space import Request, size
 from fivefold.render.html import page
 from fivefold.render.ledger import cost_text, ledger_text, same_text
 from fivefold.render.tables import table
@@ -67,14 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 = a layout fits, 1 = none does."""
     config = load(arguments.config, arguments.overrides)
-    wish = wish_of(config, written_keys(arguments.config, arguments.overrides))
-    outcome = search(wish, keep=arguments.keep)
+    request = request_of(config, written_keys(arguments.config, arguments.overrides))
+    outcome = search(request, keep=arguments.keep)
     if not outcome.ranking:
-        lines = unfit(wish, outcome)
+        lines = unfit(request, outcome)
         if arguments.json:
             print(
                 json.dumps(
-                    {**_counts(wish, outcome), "best": None, "ranking": [], "reasons": lines}, indent=1
+                    {**_counts(request, outcome), "best": None, "ranking": [], "reasons": lines}, indent=1
                 )
             )
         else:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.emit:
         _emit(config, best.job, arguments.emit)
         return 0
-    found = _document(wish, outcome)
+    found = _document(request, outcome)
     course = course_of(config, best.job)
     if course.growths:
         found["ramp"] = [{"global_batch": b.global_batch, "steps": steps} for b, steps in course.stages()]
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
             found.get("run"),
             found["ranking"],
             found["neighbours"],
-            front(wish),
+            front(request),
         )
         arguments.html.write_text(text, encoding="utf-8")
     if arguments.json:
@@ -126,16 +126,16 @@ def _emit(config: Config, job: Job, peer: str) -> None:
         print(f"fivefold: {peer} cannot express {line}", file=sys.stderr)
 
 
-def _counts(wish: Wish, outcome: Outcome) -> dict[str, Any]:
+def _counts(request: Request, outcome: Outcome) -> dict[str, Any]:
     return {
-        "searched": size(wish),
+        "searched": size(request),
         "feasible": outcome.feasible,
         "simulated": outcome.simulated,
         "seconds": outcome.seconds,
     }
 
 
-def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
+def _document(request: Request, outcome: Outcome) -> dict[str, Any]:
     ledgers = [estimate(ranked.job) for ranked in outcome.ranking]
     ranking = [
         {
@@ -153,7 +153,7 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
     ]
     best = ledgers[0]
     return {
-        **_counts(wish, outcome),
+        **_counts(request, outcome),
         "best": {
             **document(best),
             "parallel": layout_of(best.job),
@@ -161,7 +161,7 @@ def _document(wish: Wish, outcome: Outcome) -> dict[str, Any]:
             "accumulation": best.job.microbatches,
         },
         "ranking": ranking,
-        "neighbours": neighbours(best.job, best.time.step, wish.smaller, wish.fixed),
+        "neighbours": neighbours(best.job, best.time.step, request.smaller, request.fixed),
     }
 
 

@@ -121,7 +121,7 @@ def _simulated(
 
 
 @lru_cache(maxsize=65536)
-def held_at_once(
+def most_in_flight(
     name: schedules.Name, ranks: int, microbatches: int, chunks: int, rank: int, splits: bool = True
 ) -> tuple[tuple[int, ...], ...]:
     """What `rank` holds at its fullest: micro-batches of each of its stages, every combination that no other

@@ -13,7 +13,7 @@ from fivefold.ledger.total import Ledger, counts, estimate
 from fivefold.planner.compression import compression_verdicts
 from fivefold.planner.document import layout_of
 from fivefold.planner.search import SAME, Outcome, Ranked, least_excess, search
-from fivefold.planner.space import RECOMPUTE, SCHEDULES, Wish, divisors, nearest_batches
+from fivefold.planner.space import RECOMPUTE, SCHEDULES, Request, divisors, nearest_batches
 from fivefold.render.units import bytes_text, change_text, seconds_text
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
@@ -175,64 +175,66 @@ def _check_sums(job: Job) -> None:
         )
 
 
-def unfit(wish: Wish, outcome: Outcome) -> list[str]:
+def unfit(request: Request, outcome: Outcome) -> list[str]:
     """Why nothing fits and what would: bytes missing, free axes, more devices."""
     lines = []
     if outcome.tightest is None:
-        lines.append("no legal layout: " + _no_layout(wish))
+        lines.append("no legal layout: " + _no_layout(request))
     else:
         job, missing = outcome.tightest
         keys = ", ".join(
             f"{key} {value}" for key, value in layout_of(job).items() if value not in (1, 0, False)
         )
         lines.append(f"the nearest layout ({keys}) misses at least {bytes_text(missing)} a device")
-    if wish.smaller:
-        steady = search(replace(wish, smaller=range(0)), keep=1)
+    if request.smaller:
+        steady = search(replace(request, smaller=range(0)), keep=1)
         if steady.ranking:
-            lines.append(_ramp_wish(wish, steady.ranking[0]))
-    if wish.fixed:
-        freed = search(replace(wish, fixed={}), keep=1)
+            lines.append(_ramp_request(request, steady.ranking[0]))
+    if request.fixed:
+        freed = search(replace(request, fixed={}), keep=1)
         if freed.ranking:
             best = freed.ranking[0]
-            lines.append(f"it fits with {_moved(wish, best.job)} ({seconds_text(best.seconds)} a step)")
+            lines.append(f"it fits with {_moved(request, best.job)} ({seconds_text(best.seconds)} a step)")
             return lines
-    return [*lines, _wider(wish)]
+    return [*lines, _wider(request)]
 
 
-def _wider(wish: Wish) -> str:
+def _wider(request: Request) -> str:
     """The fewest devices, by doubling, on which something fits: with the fixed keys, else without them, else with a
     sequence for each device."""
-    stack, capacity = wish.stack, wish.hardware.device.memory
-    states = counts(wish.model)[0] * (stack.master + stack.moments - stack.spared_moments + stack.gradient)
+    stack, capacity = request.stack, request.hardware.device.memory
+    states = counts(request.model)[0] * (stack.master + stack.moments - stack.spared_moments + stack.gradient)
     least = -(-states // int(capacity))
-    free = replace(wish, fixed={})
-    for tried, grows in ((wish, False), (free, False), (free, True)):
+    free = replace(request, fixed={})
+    for tried, grows in ((request, False), (free, False), (free, True)):
         for factor in (2, 4, 8, 16, 32, 64):
-            on = msgspec.structs.replace(wish.hardware, nodes=wish.hardware.nodes * factor)
+            on = msgspec.structs.replace(request.hardware, nodes=request.hardware.nodes * factor)
             if on.devices < least:
                 continue
             wider = replace(tried, hardware=on)
             if grows:
                 wider = replace(wider, global_batch=on.devices, smaller=range(0))
             if found := search(wider, keep=1).ranking:
-                how = [_moved(wish, found[0].job)] if wish.fixed and tried is free else []
+                how = [_moved(request, found[0].job)] if request.fixed and tried is free else []
                 how += [f"global_batch = {on.devices}"] if grows else []
                 text = f" with {', '.join(filter(None, how))}" if any(how) else ""
                 return f"it fits on {on.devices} devices{text} ({seconds_text(found[0].seconds)} a step)"
     return f"its states alone are {states / 2**30:,.0f} GiB: it takes {least:,} such devices or more"
 
 
-def _moved(wish: Wish, job: Job) -> str:
+def _moved(request: Request, job: Job) -> str:
     """The fixed keys that are other in `job`, as it has them."""
     own = {**layout_of(job), "micro_batch": job.micro_batch}
-    return ", ".join(f"{key} = {value}" for key, value in own.items() if wish.fixed.get(key, value) != value)
+    return ", ".join(
+        f"{key} = {value}" for key, value in own.items() if request.fixed.get(key, value) != value
+    )
 
 
-def _ramp_wish(wish: Wish, ranked: Ranked) -> str:
+def _ramp_request(request: Request, ranked: Ranked) -> str:
     """What the ramp would have to be for the best layout without one."""
     job = ranked.job
     unit = job.micro_batch * job.data_parallel
-    asked = {"start": wish.smaller.start, "increment": wish.smaller.step}
+    asked = {"start": request.smaller.start, "increment": request.smaller.step}
     wrong = [
         f"batch.ramp.{key} = {value} is no multiple of micro-batch {job.micro_batch} × data-parallel "
         f"{job.data_parallel}; nearest legal: {nearest_multiples(value, unit)}"
@@ -242,16 +244,16 @@ def _ramp_wish(wish: Wish, ranked: Ranked) -> str:
     return f"without batch.ramp it fits ({seconds_text(ranked.seconds)} a step): {'; '.join(wrong)}"
 
 
-def _no_layout(wish: Wish) -> str:
-    keys = dict(wish.fixed)
-    if wish.stack.algorithm != "backend":
-        keys["algorithm"] = wish.stack.algorithm
-    if wish.stack.compression.method != "none":
-        keys["compression"] = wish.stack.compression.method
+def _no_layout(request: Request) -> str:
+    keys = dict(request.fixed)
+    if request.stack.algorithm != "backend":
+        keys["algorithm"] = request.stack.algorithm
+    if request.stack.compression.method != "none":
+        keys["compression"] = request.stack.compression.method
     fixed = ", ".join(f"{key} = {value}" for key, value in keys.items()) or "none"
-    batches = [str(batch) for batch in nearest_batches(wish) if batch != wish.global_batch]
+    batches = [str(batch) for batch in nearest_batches(request) if batch != request.global_batch]
     near = f"; nearest legal global batch: {' or '.join(batches)}" if batches else ""
     return (
-        f"{wish.hardware.devices} devices, global batch {wish.global_batch}, {wish.model.layers} layers, "
-        f"{wish.model.heads} heads; fixed: {fixed}{near}"
+        f"{request.hardware.devices} devices, global batch {request.global_batch}, {request.model.layers} layers, "
+        f"{request.model.heads} heads; fixed: {fixed}{near}"
     )

@@ -9,7 +9,7 @@ from fivefold.config.errors import ConfigError, nearest_multiples
 from fivefold.config.tree import Config
 from fivefold.ledger.hardware import Hardware
 from fivefold.planner.search import search
-from fivefold.planner.space import Wish, check_size, divisors
+from fivefold.planner.space import Request, check_size, divisors
 from fivefold.spec.mesh import AXES, resolve
 
 
@@ -126,7 +126,7 @@ def warnings(config: Config, reference: int, target: int) -> list[str]:
     return found
 
 
-def step_seconds(wish: Wish, global_batch: int) -> float | None:
+def step_seconds(request: Request, global_batch: int) -> float | None:
     """Seconds of the best layout's step at a batch that does not grow; None where nothing fits."""
-    found = search(replace(wish, global_batch=global_batch, smaller=range(0)), keep=1)
+    found = search(replace(request, global_batch=global_batch, smaller=range(0)), keep=1)
     return found.ranking[0].seconds if found.ranking else None

@@ -12,9 +12,9 @@ from fivefold.ledger.job import Job
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.shards import contents, parts
-from fivefold.ledger.simulate import StageTimes, held_at_once, least_alike
+from fivefold.ledger.simulate import StageTimes, least_alike, most_in_flight
 from fivefold.ledger.total import Closing
-from fivefold.planner.space import Group, Point, Series, Wish
+from fivefold.planner.space import Group, Point, Request, Series
 from fivefold.spec import schedules
 from fivefold.spec.schedules import Entry, Kind
 
@@ -84,20 +84,20 @@ def series_bound(group: Group, prices: Prices, model: Model) -> float:
     return group.microbatches * _cost(whole, prices.both) / group.pp + Physics().step
 
 
-def series_memory(wish: Wish, series: Series, cost: Costs) -> float:
+def series_memory(request: Request, series: Series, cost: Costs) -> float:
     """Bytes of an even share: states split as far as they go, and the schedule's micro-batches in flight."""
     group, p = series.group, series.group.pp
-    whole = rank_contents(wish.model, "1f1b", 1, 1).distinct[0]
+    whole = rank_contents(request.model, "1f1b", 1, 1).distinct[0]
     saved = (whole.dense * cost.saved_dense + whole.expert * cost.saved_expert) / p
     held = group.microbatches if series.schedule == "gpipe" else min(group.microbatches, p)
-    return _states(wish, series, whole, p) + cost.live + saved * held + Physics().context_bytes
+    return _states(request, series, whole, p) + cost.live + saved * held + Physics().context_bytes
 
 
-def _states(wish: Wish, series: Series, whole: RankContent, p: int) -> float:
+def _states(request: Request, series: Series, whole: RankContent, p: int) -> float:
     """Least bytes of states of the fullest of p ranks: a pipeline keeps gradients whole and parameters whole,
     or gathered where backward is not split; all else over every data-parallel rank."""
-    shape, stack, group = series.shape, wish.stack, series.group
-    part = parts(wish.model, shape.tp, shape.ep, shape.tp)
+    shape, stack, group = series.shape, request.stack, series.group
+    part = parts(request.model, shape.tp, shape.ep, shape.tp)
     spread = group.data_parallel * shape.cp
     dense = (whole.dense * part.dense_layer.dense + whole.expert * part.expert_layer.dense) / p
     expert = whole.expert * part.expert_layer.expert / p
@@ -300,6 +300,6 @@ def held_bytes(job: Job, built: Sequence[Stage], rank: int) -> float:
     if job.pp == 1:
         return sum(saved)
     splits = any(stage.times.weight_grad for stage in built)
-    together = held_at_once(job.schedule, job.pp, job.microbatches, job.chunks, rank, splits)
+    together = most_in_flight(job.schedule, job.pp, job.microbatches, job.chunks, rank, splits)
     sizes: Iterator[float] = (sum(map(mul, counts, saved)) for counts in together)
     return max(sizes)

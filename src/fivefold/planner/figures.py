@@ -10,7 +10,7 @@ from fivefold.ledger.job import Job
 from fivefold.ledger.simulate import Timeline, least_alike
 from fivefold.ledger.total import estimate
 from fivefold.planner.search import search
-from fivefold.planner.space import Wish
+from fivefold.planner.space import Request
 from fivefold.spec.schedules import Kind
 
 LETTERS = {Kind.FORWARD: "F", Kind.INPUT_GRAD: "B", Kind.WEIGHT_GRAD: "W", Kind.BACKWARD: "B"}
@@ -78,17 +78,17 @@ def _span(line: Timeline) -> float:
     return max(line.makespan * MOST_ACTIONS / 2 / most, 1.4 * first_backward)
 
 
-def front(wish: Wish, parts: int = 8) -> list[dict[str, float]]:
+def front(request: Request, parts: int = 8) -> list[dict[str, float]]:
     """Step time against memory: the best layout under every part of the device's memory, with the memory it
     needs; each is faster than those that need less."""
-    capacity = wish.hardware.device.memory
+    capacity = request.hardware.device.memory
     found: list[dict[str, float]] = []
     for part in range(parts, 0, -1):
         most = capacity * part / parts
         if found and found[-1]["memory"] <= most:
             continue
-        device = msgspec.structs.replace(wish.hardware.device, memory=int(most))
-        less = replace(wish, hardware=msgspec.structs.replace(wish.hardware, device=device))
+        device = msgspec.structs.replace(request.hardware.device, memory=int(most))
+        less = replace(request, hardware=msgspec.structs.replace(request.hardware, device=device))
         best = search(less, keep=1).ranking
         if not best:
             break

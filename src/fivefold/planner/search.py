@@ -35,9 +35,9 @@ from fivefold.planner.bounds import (
 from fivefold.planner.space import (
     Group,
     Point,
+    Request,
     Series,
     Shape,
-    Wish,
     data_layouts,
     groups,
     modes,
@@ -77,15 +77,15 @@ class Outcome:
     tightest: tuple[Job, float] | None
 
 
-def job_of(wish: Wish, point: Point, zero: int = 0, replicate: int = 0, shard: int = 1) -> Job:
+def job_of(request: Request, point: Point, zero: int = 0, replicate: int = 0, shard: int = 1) -> Job:
     """The job of a point with its data-parallel ranks divided."""
     shape = point.shape
     return Job(
-        model=wish.model,
-        hardware=wish.hardware,
+        model=request.model,
+        hardware=request.hardware,
         micro_batch=shape.micro_batch,
         microbatches=point.microbatches,
-        sequence_length=wish.sequence_length,
+        sequence_length=request.sequence_length,
         pp=point.pp,
         dp_replicate=replicate or point.data_parallel,
         dp_shard=shard,
@@ -94,13 +94,13 @@ def job_of(wish: Wish, point: Point, zero: int = 0, replicate: int = 0, shard: i
         ep=shape.ep,
         zero=zero,
         sequence_parallel=shape.sequence_parallel,
-        context=wish.context,  # type: ignore[arg-type]
+        context=request.context,  # type: ignore[arg-type]
         schedule=point.schedule,
         chunks=point.chunks,
         recompute=shape.recompute,  # type: ignore[arg-type]
-        precision=wish.precision,
-        itemsize=wish.itemsize,
-        stack=wish.stack,
+        precision=request.precision,
+        itemsize=request.itemsize,
+        stack=request.stack,
         imbalance=1.2 if shape.ep > 1 else 1.0,
     )
 
@@ -115,16 +115,16 @@ class _Found:
         self.searched = self.feasible = self.simulated = 0
         self.tightest: tuple[Job, float] | None = None
 
-    def missed(self, wish: Wish, series: Series, missing: float) -> None:
+    def missed(self, request: Request, series: Series, missing: float) -> None:
         """A series none of whose layouts fits, or that stands for all of its group: what is named is one of them that
         is legal, its states split over the most ranks."""
         if self.tightest is not None and missing >= self.tightest[1]:
             return
-        for legal in (series, *reversed([*series_of(wish, series.group)])):
-            for point in points(wish, legal):
-                if layouts := data_layouts(wish, point):
+        for legal in (series, *reversed([*series_of(request, series.group)])):
+            for point in points(request, legal):
+                if layouts := data_layouts(request, point):
                     self.tightest = (
-                        job_of(wish, point, *max(layouts, key=lambda own: (own[0], own[2]))),
+                        job_of(request, point, *max(layouts, key=lambda own: (own[0], own[2]))),
                         missing,
                     )
                     return
@@ -161,8 +161,8 @@ def fold(layouts: Sequence[tuple[float, Job]]) -> list[Ranked]:
 class Costing:
     """Costs, prices and messages of shapes, and what follows ranks' pipelines, each computed once."""
 
-    def __init__(self, wish: Wish) -> None:
-        self.wish = wish
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.closings: dict[tuple[object, ...], Closing] = {}
         self.known_ends: dict[tuple[object, ...], tuple[End, ...]] = {}
         self.known: dict[Shape, tuple[Costs, Prices]] = {}
@@ -171,7 +171,7 @@ class Costing:
     def of(self, series: Series) -> tuple[Costs, Prices]:
         found = self.known.get(series.shape)
         if found is None:
-            cost = pipeline.costs(job_of(self.wish, Point(series, 1)))
+            cost = pipeline.costs(job_of(self.request, Point(series, 1)))
             found = self.known[series.shape] = (cost, Prices.of(cost))
         return found
 
@@ -181,7 +181,7 @@ class Costing:
             return 0.0
         key = (point.series.group.shape, point.pp)
         if key not in self.messages:
-            self.messages[key] = pipeline.message_seconds(job_of(self.wish, point))
+            self.messages[key] = pipeline.message_seconds(job_of(self.request, point))
         return self.messages[key]
 
     def tail(self, job: Job, built: list[Stage], rank: int) -> float:
@@ -200,7 +200,7 @@ class Costing:
 
     def ends(self, point: Point, rank: int) -> tuple[End, ...]:
         """What follows a rank's pipeline, for each division of the data-parallel ranks."""
-        stages = contents(self.wish.model, point.pp * point.chunks)
+        stages = contents(self.request.model, point.pp * point.chunks)
         own = schedules.stages_of_rank(point.schedule, rank, point.pp, point.chunks)
         held = together(stages[index] for index in own)
         degrees = point.series.group._replace(shape=point.shape._replace(micro_batch=0, recompute=""))
@@ -210,19 +210,19 @@ class Costing:
             point.schedule in schedules.SPLITS_BACKWARD,
         )
         if key not in self.known_ends:
-            plain = job_of(self.wish, point)
+            plain = job_of(self.request, point)
             built = pipeline.stages(plain, self.of(point.series)[0])
             self.known_ends[key] = tuple(
-                End.of(job, self._closing(job, built, rank)) for job in divided(self.wish, point, plain)
+                End.of(job, self._closing(job, built, rank)) for job in divided(self.request, point, plain)
             )
         return self.known_ends[key]
 
 
-def divided(wish: Wish, point: Point, plain: Job) -> list[Job]:
+def divided(request: Request, point: Point, plain: Job) -> list[Job]:
     """A point's layouts."""
     return [
         replace(plain, zero=zero, dp_replicate=replicate, dp_shard=shard)
-        for zero, replicate, shard in data_layouts(wish, point)
+        for zero, replicate, shard in data_layouts(request, point)
     ]
 
 
@@ -232,7 +232,7 @@ class Ended(NamedTuple):
     point: Point
 
 
-class Ready(NamedTuple):
+class Fitting(NamedTuple):
     """A point with the layouts of it that pass the test of memory; no layout's pipeline rank `rank` is through its
     micro-batches before `end`."""
 
@@ -247,25 +247,25 @@ class Ready(NamedTuple):
 class Bounded(NamedTuple):
     """A point whose layouts each have a bound of their step, traffic and update after the pipeline included."""
 
-    ready: Ready
+    fitting: Fitting
     layouts: tuple[tuple[float, Job], ...]
 
 
-def search(wish: Wish, keep: int = 10) -> Outcome:
+def search(request: Request, keep: int = 10) -> Outcome:
     """The `keep` fastest lines of layouts that fit, best bound first."""
     start = perf_counter()
     with collector_paused():
-        found = _searched(wish, keep)
+        found = _searched(request, keep)
     return found.outcome(perf_counter() - start)
 
 
-def _searched(wish: Wish, keep: int) -> _Found:
-    costing, found = Costing(wish), _Found(keep)
-    queue: list[tuple[float, int, Group | Series | Point | Ended | Ready | Bounded]] = []
+def _searched(request: Request, keep: int) -> _Found:
+    costing, found = Costing(request), _Found(keep)
+    queue: list[tuple[float, int, Group | Series | Point | Ended | Fitting | Bounded]] = []
     order = count()
-    for group in groups(wish):
+    for group in groups(request):
         prices = costing.of(Series(group, group.shape, "1f1b"))[1]
-        queue.append((series_bound(group, prices, wish.model), next(order), group))
+        queue.append((series_bound(group, prices, request.model), next(order), group))
     heapq.heapify(queue)
     while queue:
         bound, _, item = heapq.heappop(queue)
@@ -274,53 +274,53 @@ def _searched(wish: Wish, keep: int) -> _Found:
         if isinstance(item, Bounded):
             found.take(_simulated(item, found))
             continue
-        for tighter, opened in _open(wish, item, costing, found):
+        for tighter, opened in _open(request, item, costing, found):
             if max(bound, tighter) < found.limit:
                 heapq.heappush(queue, (max(bound, tighter), next(order), opened))
     return found
 
 
 def _open(
-    wish: Wish, item: Group | Series | Point | Ended | Ready, costing: Costing, found: _Found
-) -> Iterator[tuple[float, Series | Point | Ended | Ready | Bounded]]:
+    request: Request, item: Group | Series | Point | Ended | Fitting, costing: Costing, found: _Found
+) -> Iterator[tuple[float, Series | Point | Ended | Fitting | Bounded]]:
     """What an item consists of, each with its bound; what cannot fit is left out."""
     if isinstance(item, Group):
-        for series in _series(wish, item, costing, found):
+        for series in _series(request, item, costing, found):
             cost, prices = costing.of(series)
-            missing = series_memory(wish, series, cost) - wish.hardware.device.memory
+            missing = series_memory(request, series, cost) - request.hardware.device.memory
             if missing <= 0:
-                yield series_bound(item, prices, wish.model), series
+                yield series_bound(item, prices, request.model), series
             else:
-                found.missed(wish, series, missing)
+                found.missed(request, series, missing)
     elif isinstance(item, Series):
         prices = costing.of(item)[1]
-        for point in points(wish, item):
+        for point in points(request, item):
             found.searched += 1
-            yield quick_bound(point, prices, wish.model, costing.message(point))[0].seconds, point
+            yield quick_bound(point, prices, request.model, costing.message(point))[0].seconds, point
     elif isinstance(item, Point):
-        yield from end_bound(wish, item, costing)
+        yield from end_bound(request, item, costing)
     elif isinstance(item, Ended):
-        yield from _ready(wish, item.point, costing, found)
+        yield from _fitting(request, item.point, costing, found)
     else:
         yield _bounded(item, costing)
 
 
-def _series(wish: Wish, group: Group, costing: Costing, found: _Found) -> Iterable[Series]:
+def _series(request: Request, group: Group, costing: Costing, found: _Found) -> Iterable[Series]:
     """The series of a group, unless none fits: not even with the most recomputation and the fewest in flight."""
-    if group.pp > 1 and "schedule" not in wish.fixed:
-        shape = group.shape._replace(recompute=modes(wish)[-1])
+    if group.pp > 1 and "schedule" not in request.fixed:
+        shape = group.shape._replace(recompute=modes(request)[-1])
         series = Series(group, shape, "1f1b")
-        missing = series_memory(wish, series, costing.of(series)[0]) - wish.hardware.device.memory
+        missing = series_memory(request, series, costing.of(series)[0]) - request.hardware.device.memory
         if missing > 0:
-            found.missed(wish, series, missing)
+            found.missed(request, series, missing)
             return ()
-    return series_of(wish, group)
+    return series_of(request, group)
 
 
-def end_bound(wish: Wish, point: Point, costing: Costing) -> Iterator[tuple[float, Ended]]:
+def end_bound(request: Request, point: Point, costing: Costing) -> Iterator[tuple[float, Ended]]:
     """The point with the busiest rank's own work, and what follows it in the best division of its data-parallel
     ranks."""
-    quick = quick_bound(point, costing.of(point.series)[1], wish.model, costing.message(point))
+    quick = quick_bound(point, costing.of(point.series)[1], request.model, costing.message(point))
     bounds = [
         [one.seconds + end.least(one.forward, one.backward) for end in costing.ends(point, one.rank)]
         for one in quick
@@ -329,17 +329,19 @@ def end_bound(wish: Wish, point: Point, costing: Costing) -> Iterator[tuple[floa
         yield min(map(max, zip(*bounds, strict=True))), Ended(point)
 
 
-def _ready(wish: Wish, point: Point, costing: Costing, found: _Found) -> Iterator[tuple[float, Ready]]:
+def _fitting(
+    request: Request, point: Point, costing: Costing, found: _Found
+) -> Iterator[tuple[float, Fitting]]:
     """The point, if some of its layouts may fit. Memory of the first two ranks and of the last is known from the order
     of their work alone, and so is the traffic after the pipeline."""
     cost = costing.of(point.series)[0]
-    plain = job_of(wish, point)
+    plain = job_of(request, point)
     built = pipeline.stages(plain, cost)
     held = _held_by_ends(plain, built)
     shares = {rank: pipeline.rank_share(plain, built, rank) for rank in held}
     layouts = []
     too_large: set[int] = set()  # zero stages that do not fit on the most shards fit on no fewer
-    for job in divided(wish, point, plain):
+    for job in divided(request, point, plain):
         if job.zero in too_large:
             continue
         missing = _missing(job, cost, shares, held)
@@ -352,7 +354,7 @@ def _ready(wish: Wish, point: Point, costing: Costing, found: _Found) -> Iterato
     if not layouts:
         return
     end, rank = _end(plain, built, busiest(built, point))
-    yield end + plain.physics.step, Ready(plain, cost, built, tuple(layouts), end, rank)
+    yield end + plain.physics.step, Fitting(plain, cost, built, tuple(layouts), end, rank)
 
 
 def _end(job: Job, built: list[Stage], rank: int) -> tuple[float, int]:
@@ -362,34 +364,36 @@ def _end(job: Job, built: list[Stage], rank: int) -> tuple[float, int]:
     return max((ends.own, rank), (ends.first, 0))
 
 
-def _bounded(ready: Ready, costing: Costing) -> tuple[float, Bounded]:
+def _bounded(fitting: Fitting, costing: Costing) -> tuple[float, Bounded]:
     """The point with bounds that include what follows the pipeline. Where backward is split a rank's weight
     gradients lag by its number, so the second rank, with the fewest to fill its waits, may be through later than
     the busiest."""
-    job = ready.plain
-    end, rank = ready.end, ready.rank
+    job = fitting.plain
+    end, rank = fitting.end, fitting.rank
     if job.pp > 1 and job.schedule in schedules.SPLITS_BACKWARD:
-        end, rank = max((end, rank), _end(job, ready.built, 1))
-    layouts = [(end + job.physics.step + costing.tail(one, ready.built, rank), one) for one in ready.layouts]
-    return min(bound for bound, _ in layouts), Bounded(ready, tuple(layouts))
+        end, rank = max((end, rank), _end(job, fitting.built, 1))
+    layouts = [
+        (end + job.physics.step + costing.tail(one, fitting.built, rank), one) for one in fitting.layouts
+    ]
+    return min(bound for bound, _ in layouts), Bounded(fitting, tuple(layouts))
 
 
 def _simulated(bounded: Bounded, found: _Found) -> list[tuple[float, Job]]:
     """Seconds of the layouts of a point that fit."""
     found.simulated += 1
-    ready = bounded.ready
-    line = pipeline.timeline(ready.plain, ready.built)
+    fitting = bounded.fitting
+    line = pipeline.timeline(fitting.plain, fitting.built)
     everywhere = dict(enumerate(line.peak_in_flight))
     layouts = []
     for bound, job in bounded.layouts:
         if bound >= found.limit * (1 + SAME):
             continue
-        exact = pipeline.shares(job, ready.built)
-        missing = _missing(job, ready.cost, dict(enumerate(exact)), everywhere)
+        exact = pipeline.shares(job, fitting.built)
+        missing = _missing(job, fitting.cost, dict(enumerate(exact)), everywhere)
         if missing > 0:
             found.layout_missed(job, missing)
         else:
-            layouts.append((total.slowest(job, ready.built, line, exact)[0] + job.physics.step, job))
+            layouts.append((total.slowest(job, fitting.built, line, exact)[0] + job.physics.step, job))
     return layouts
 
 

@@ -29,7 +29,7 @@ SCHEDULES: tuple[schedules.Name, ...] = (
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """What is to be planned: a model on a cluster with a batch; `fixed` holds axes that may not move.
 
     Keys of `fixed`: those of `[parallel]`, and "micro_batch". `smaller` are the batches of a ramp up to
@@ -131,29 +131,29 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def legal_tp(wish: Wish) -> list[int]:
+def legal_tp(request: Request) -> list[int]:
     """Tensor-parallel degrees the model divides by, inside a node unless one outside is fixed."""
-    limit = wish.hardware.devices if "tp" in wish.fixed else wish.hardware.node.devices
+    limit = request.hardware.devices if "tp" in request.fixed else request.hardware.node.devices
     return [
         tp
-        for tp in divisors(wish.hardware.devices)
-        if tp <= limit and wish.allows("tp", tp) and is_legal(wish.model, Mesh(tp=tp), Parallel(tp=tp))
+        for tp in divisors(request.hardware.devices)
+        if tp <= limit and request.allows("tp", tp) and is_legal(request.model, Mesh(tp=tp), Parallel(tp=tp))
     ]
 
 
-def _legal_cp(wish: Wish, cp: int, tp: int) -> bool:
+def _legal_cp(request: Request, cp: int, tp: int) -> bool:
     """Ulysses deals out heads; a ring takes any degree."""
-    if cp == 1 or wish.context == "ring":
+    if cp == 1 or request.context == "ring":
         return True
-    return is_legal(wish.model, Mesh(cp=cp, tp=tp), Parallel(cp=cp, tp=tp, context="ulysses"))
+    return is_legal(request.model, Mesh(cp=cp, tp=tp), Parallel(cp=cp, tp=tp, context="ulysses"))
 
 
-def legal_ep(wish: Wish, ranks: int) -> list[int]:
+def legal_ep(request: Request, ranks: int) -> list[int]:
     """Expert-parallel degrees over `ranks` = data_parallel · cp."""
-    count = wish.model.experts.count
+    count = request.model.experts.count
     if not count:
-        return [1] if wish.allows("ep", 1) else []
-    return [ep for ep in divisors(count) if ranks % ep == 0 and wish.allows("ep", ep)]
+        return [1] if request.allows("ep", 1) else []
+    return [ep for ep in divisors(count) if ranks % ep == 0 and request.allows("ep", ep)]
 
 
 def is_legal(model: Model, mesh: Mesh, parallel: Parallel) -> bool:
@@ -165,12 +165,12 @@ def is_legal(model: Model, mesh: Mesh, parallel: Parallel) -> bool:
     return True
 
 
-def modes(wish: Wish) -> list[str]:
+def modes(request: Request) -> list[str]:
     """Recompute modes, the one that keeps least last."""
-    return [mode for mode in RECOMPUTE if wish.allows("recompute", mode)]
+    return [mode for mode in RECOMPUTE if request.allows("recompute", mode)]
 
 
-def series_of(wish: Wish, group: Group) -> Iterator[Series]:
+def series_of(request: Request, group: Group) -> Iterator[Series]:
     """Every schedule that exists for the group's micro-batches, with every recompute mode. Without a pipeline
     all schedules are one, as `jobs.job_of` has it."""
     names: list[schedules.Name]
@@ -180,119 +180,125 @@ def series_of(wish: Wish, group: Group) -> Iterator[Series]:
         names = [
             name
             for name in SCHEDULES
-            if wish.allows("schedule", name)
-            and wish.can_run(name, group.pp, wish.global_batch // group.microbatches)
-            and group.pp * schedules.chunks_of(name, 2) <= most_stages(wish.model)
+            if request.allows("schedule", name)
+            and request.can_run(name, group.pp, request.global_batch // group.microbatches)
+            and group.pp * schedules.chunks_of(name, 2) <= most_stages(request.model)
         ]
     for name in names:
-        for mode in modes(wish):
+        for mode in modes(request):
             yield Series(group, group.shape._replace(recompute=mode), name)
 
 
-def points(wish: Wish, series: Series) -> Iterator[Point]:
+def points(request: Request, series: Series) -> Iterator[Point]:
     """Every number of chunks the schedule can have."""
-    pp, fixed = series.group.pp, wish.fixed.get("chunks", 0)
+    pp, fixed = series.group.pp, request.fixed.get("chunks", 0)
     if pp == 1 or series.schedule not in ("interleaved", "interleaved_zb"):
         own = 1 if pp == 1 else schedules.chunks_of(series.schedule, 1)
         if fixed in (0, 1, own):
             yield Point(series, own)
         return
-    for chunks in range(2, most_stages(wish.model) // pp + 1):
+    for chunks in range(2, most_stages(request.model) // pp + 1):
         if fixed in (0, chunks):
             yield Point(series, chunks)
 
 
-def groups(wish: Wish) -> Iterator[Group]:
+def groups(request: Request) -> Iterator[Group]:
     """Every legal choice of degrees whose product is the cluster, and of micro-batches that divide the batch."""
-    world = wish.hardware.devices
-    cheapest = modes(wish)[0]
-    for tp in legal_tp(wish):
-        sequence = [s for s in ((False, True) if tp > 1 else (False,)) if wish.allows("sequence_parallel", s)]
-        for pp in _allowed(wish, "pp", divisors(world // tp)):
-            if pp > most_stages(wish.model):
+    world = request.hardware.devices
+    cheapest = modes(request)[0]
+    for tp in legal_tp(request):
+        sequence = [
+            s for s in ((False, True) if tp > 1 else (False,)) if request.allows("sequence_parallel", s)
+        ]
+        for pp in _allowed(request, "pp", divisors(world // tp)):
+            if pp > most_stages(request.model):
                 continue
-            for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
+            for cp in _allowed(request, "cp", divisors(world // tp // pp)):
                 replicas = world // tp // pp // cp
-                if cp > wish.sequence_length or not wish.carries(replicas) or not _legal_cp(wish, cp, tp):
+                if (
+                    cp > request.sequence_length
+                    or not request.carries(replicas)
+                    or not _legal_cp(request, cp, tp)
+                ):
                     continue
-                share = wish.global_batch // replicas
-                micros = [micro for micro in divisors(share) if wish.carries(replicas * micro)]
-                for micro in _allowed(wish, "micro_batch", micros):
-                    for ep in legal_ep(wish, replicas * cp):
+                share = request.global_batch // replicas
+                micros = [micro for micro in divisors(share) if request.carries(replicas * micro)]
+                for micro in _allowed(request, "micro_batch", micros):
+                    for ep in legal_ep(request, replicas * cp):
                         for sp in sequence:
                             shape = Shape(tp, sp, cp, ep, micro, cheapest)
                             yield Group(shape, pp, replicas, share // micro)
 
 
-def nearest_batches(wish: Wish) -> list[int]:
-    """Global batches next to the wished one that some degrees allow: at most one below and one above; none where
+def nearest_batches(request: Request) -> list[int]:
+    """Global batches next to the requested one that some degrees allow: at most one below and one above; none where
     no degrees are legal at all."""
-    world, micro, least = wish.hardware.devices, wish.fixed.get("micro_batch", 1), set()
-    for tp in legal_tp(wish):
-        for pp in _allowed(wish, "pp", divisors(world // tp)):
-            if pp <= most_stages(wish.model):
-                for cp in _allowed(wish, "cp", divisors(world // tp // pp)):
-                    if cp <= wish.sequence_length and _legal_cp(wish, cp, tp):
+    world, micro, least = request.hardware.devices, request.fixed.get("micro_batch", 1), set()
+    for tp in legal_tp(request):
+        for pp in _allowed(request, "pp", divisors(world // tp)):
+            if pp <= most_stages(request.model):
+                for cp in _allowed(request, "cp", divisors(world // tp // pp)):
+                    if cp <= request.sequence_length and _legal_cp(request, cp, tp):
                         least.add(world // tp // pp // cp * micro)
-    batch = wish.global_batch
+    batch = request.global_batch
     below = max((batch // each * each for each in least), default=0)
     above = min((-(-batch // each) * each for each in least), default=0)
     return [found for found in dict.fromkeys((below, above)) if found]
 
 
-def _allowed(wish: Wish, key: str, values: Iterable[int]) -> list[int]:
-    return [value for value in values if wish.allows(key, value)]
+def _allowed(request: Request, key: str, values: Iterable[int]) -> list[int]:
+    return [value for value in values if request.allows(key, value)]
 
 
-def data_layouts(wish: Wish, point: Point) -> list[tuple[int, int, int]]:
+def data_layouts(request: Request, point: Point) -> list[tuple[int, int, int]]:
     """(zero, dp_replicate, dp_shard) for a point, for each zero the most shards first."""
     dp, cp, ep = point.data_parallel, point.shape.cp, point.shape.ep
-    is_apart = wish.model.tied and point.pp > 1
+    is_apart = request.model.tied and point.pp > 1
 
     def sums(zero: int, replicas: int) -> bool:
-        method = wish.stack.compression.method
-        return can_sum(wish.stack.algorithm, method, zero, dp * cp, replicas, is_apart)
+        method = request.stack.compression.method
+        return can_sum(request.stack.algorithm, method, zero, dp * cp, replicas, is_apart)
 
     found = []
-    shards = wish.fixed.get("dp_shard", 1)
-    divides = shards in (1, dp) and dp // shards % wish.fixed.get("dp_replicate", 1) == 0
-    if "dp_shard" in wish.fixed:
-        divides = divides and wish.allows("dp_replicate", dp // shards)
-    if wish.allows("zero", 0) and (ep == 1 or cp % ep == 0) and divides and sums(0, dp):
+    shards = request.fixed.get("dp_shard", 1)
+    divides = shards in (1, dp) and dp // shards % request.fixed.get("dp_replicate", 1) == 0
+    if "dp_shard" in request.fixed:
+        divides = divides and request.allows("dp_replicate", dp // shards)
+    if request.allows("zero", 0) and (ep == 1 or cp % ep == 0) and divides and sums(0, dp):
         found.append((0, dp, 1))  # as many replicas times shards, which are one
     for zero in (1, 2, 3):
-        if not wish.allows("zero", zero):
+        if not request.allows("zero", zero):
             continue
         if zero == 3 and point.pp > 1 and point.schedule in schedules.SPLITS_BACKWARD:
             continue  # torch runs a split backward only on gathered parameters: zero 3 would be zero 2
         for shard in reversed(divisors(dp)):
             legal = shard * cp > 1 and shard * cp % ep == 0 and sums(zero, dp // shard)
-            if legal and wish.allows("dp_shard", shard) and wish.allows("dp_replicate", dp // shard):
+            if legal and request.allows("dp_shard", shard) and request.allows("dp_replicate", dp // shard):
                 found.append((zero, dp // shard, shard))
     return found
 
 
-def size(wish: Wish) -> int:
+def size(request: Request) -> int:
     """How many layouts the space has."""
     count = 0
     ways: dict[tuple[int, int], tuple[int, int]] = {}  # points with and without a split backward
     # divisions of the data-parallel ranks of each
     splits: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
-    for group in groups(wish):
+    for group in groups(request):
         pipe = group.pp, group.microbatches
         data = group.data_parallel, group.shape.cp, group.shape.ep, group.pp > 1
         if pipe not in ways:
             whole = halves = 0
-            for series in series_of(wish, group):
+            for series in series_of(request, group):
                 if group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD:
-                    halves += sum(1 for _ in points(wish, series))
+                    halves += sum(1 for _ in points(request, series))
                 else:
-                    whole += sum(1 for _ in points(wish, series))
+                    whole += sum(1 for _ in points(request, series))
             ways[pipe] = whole, halves
         if data not in splits:
             splits[data] = (
-                len(data_layouts(wish, Point(Series(group, group.shape, "1f1b"), 1))),
-                len(data_layouts(wish, Point(Series(group, group.shape, "zb_h1"), 1))),
+                len(data_layouts(request, Point(Series(group, group.shape, "1f1b"), 1))),
+                len(data_layouts(request, Point(Series(group, group.shape, "zb_h1"), 1))),
             )
         count += sum(map(mul, ways[pipe], splits[data]))
     return count

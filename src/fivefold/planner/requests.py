@@ -1,4 +1,4 @@
-"""From a config to a wish, from a ranked layout back to a config that trains it."""
+"""From a config to a request, from a ranked layout back to a config that trains it."""
 
 from collections.abc import Mapping
 from math import prod
@@ -11,15 +11,15 @@ from fivefold.config.tree import Config, Parallel
 from fivefold.ledger.job import Job
 from fivefold.planner.document import LAYOUT, layout_of
 from fivefold.planner.jobs import ITEMSIZES, hardware_of, stack_of
-from fivefold.planner.space import Wish, check_size, divisors, is_legal
+from fivefold.planner.space import Request, check_size, divisors, is_legal
 from fivefold.spec.batch import BatchPlan
 from fivefold.spec.legal import check_algorithm, check_compression, check_layout, check_model
 from fivefold.spec.mesh import AXES, Mesh
 from fivefold.spec.ramp import plan_course
 
 
-def wish_of(config: Config, written: frozenset[str]) -> Wish:
-    """The wish of a config. Keys of [parallel] that the file or an override writes (other than -1) are fixed,
+def request_of(config: Config, written: frozenset[str]) -> Request:
+    """The request of a config. Keys of [parallel] that the file or an override writes (other than -1) are fixed,
     and so is batch.micro_batch; all others are free.
 
     Raises:
@@ -41,7 +41,7 @@ def wish_of(config: Config, written: frozenset[str]) -> Wish:
     _check_sums(config, fixed)
     _check_degrees(config, fixed, hardware.devices)
     _check_fixed(config, fixed, hardware.devices)
-    return Wish(
+    return Request(
         model=config.model,
         hardware=hardware,
         global_batch=batch,
