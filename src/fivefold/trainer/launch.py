@@ -72,7 +72,7 @@ def start_local(
     Raises:
         BadInput: more ranks than this machine should start.
     """
-    _check_count(ranks)
+    check_count(ranks)
     with ExitStack() as stack:
         logs = stack.enter_context(_logs())
         stack.enter_context(_rank_environment(os.environ, ranks))
@@ -86,7 +86,8 @@ def start_local(
         return _verdict(relay, failures, failure_file)
 
 
-def _check_count(ranks: int) -> None:
+def check_count(ranks: int) -> None:
+    """Refuses more local ranks than this machine should start."""
     most = MOST_RANKS_PER_CORE * usable_cores()
     if ranks > most:
         raise BadInput(

@@ -63,23 +63,28 @@ def run(arguments: argparse.Namespace) -> int:
     with as_rank(place, debug=arguments.debug):
         request = _request(arguments)
         cases = max(len(request.algorithms) or 1 + len(PROGRAMS[name]) for name in request.primitives)
-        check_room(request.sizes, place.local_world_size if place else arguments.ranks, cases)
+        check_room(request.sizes, arguments.ranks, place, cases)
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
         return _rank(arguments, request, place)
 
 
-def check_room(sizes: Sequence[int], ranks: int, cases: int) -> None:
-    """Refuses sizes for which `ranks` on this host, with the buffers of `cases` algorithms at once, have no memory.
+def check_room(sizes: Sequence[int], ranks: int, place: "Place | None", cases: int) -> None:
+    """Refuses sizes for which this host has no memory: its ranks in `place`, or else `ranks` that are to be started
+    here, with the buffers of `cases` algorithms at once.
 
     What is checked is counted in int64 and float64: six more buffers of float32's size.
     """
     import torch
 
     from fivefold.trainer.doctor.host import host_memory
+    from fivefold.trainer.launch import check_count
 
-    if not torch.accelerator.is_available() and ranks:
-        check_memory(sizes, ranks, cases + 6, host_memory()[0])
+    if place is None:
+        check_count(ranks)
+    local = place.local_world_size if place else ranks
+    if not torch.accelerator.is_available() and local:
+        check_memory(sizes, local, cases + 6, host_memory()[0])
 
 
 def sys_words(arguments: argparse.Namespace) -> list[str]:
