@@ -139,8 +139,9 @@ def compiling() -> Iterator[dict[str, Counter[str]]]:
     ],
 )
 def test_verify_holds_compiled_layers_against_one_process(preset: str, layout: dict[str, Any]) -> None:
-    """Memory too: in bf16 compiled chains keep less than eager ones, as the ledger says."""
-    config = load(preset, ["machine.compile=true", "batch.global_batch=16", "batch.micro_batch=1"])
+    """Memory too: compiled chains keep less than eager ones in bf16, and of dropout the keys, as the ledger says."""
+    batch = ["batch.global_batch=16", "batch.micro_batch=1"]
+    config = load(preset, ["machine.compile=true", "model.dropout=0.1", *batch])
     config = replace(config, parallel=Parallel(**layout))
     with Verifier(4, compiling) as verifier:
         case = verifier.case(config, ["float64", "bf16"])

@@ -12,7 +12,8 @@ from torch import Tensor
 from fivefold.ledger.programs.steps import Link
 
 ROUNDS = 30  # of reweighting; it settles within ten
-GAIN = 0.8  # a knee must leave at most this part of the error
+GAIN = 0.8
+"""A knee must leave at most this part of the error, for each point beyond those that the terms of the line take."""
 SMALLEST_RATE = 1e-18  # seconds a byte: no link is faster
 
 
@@ -25,7 +26,7 @@ class Point(NamedTuple):
 
 def fit(points: Sequence[Point]) -> Link:
     """The link whose times are nearest to the points, in the sense of the mean |log(time / measured)|. A knee is
-    sought at the sizes and halfway between them, with two sizes on either side.
+    sought at the sizes and halfway between them, with two sizes on either side; it takes five sizes.
 
     Absolute deviations of logarithms: a microsecond counts at 1 KiB as a millisecond does at 64 MiB, and one
     point that a busy machine has spoilt pulls no harder than any other.
@@ -34,11 +35,17 @@ def fit(points: Sequence[Point]) -> Link:
         raise ValueError("a fit needs times at two sizes at least")
     sizes = sorted({point.size for point in points})
     straight = _line(points, inf)
-    knees = [sqrt(near * far) for near, far in pairwise(sizes[1:-1])] + sizes[2:-2]
-    if not knees:
+    if len(sizes) < 5:
         return straight
+    knees = [sqrt(near * far) for near, far in pairwise(sizes[1:-1])] + sizes[2:-2]
     bent = min((_line(points, knee) for knee in knees), key=lambda link: deviation(link, points))
-    return bent if deviation(bent, points) < GAIN * deviation(straight, points) else straight
+    free = (
+        len(points) - 2,
+        len(points) - 4,
+    )  # beyond a latency and a rate, and beyond a knee and its second rate, too
+    return (
+        bent if deviation(bent, points) / free[1] < GAIN * deviation(straight, points) / free[0] else straight
+    )
 
 
 def deviation(link: Link, points: Sequence[Point]) -> float:

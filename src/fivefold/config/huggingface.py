@@ -80,7 +80,7 @@ def read_model(path: str | Path) -> Model:
     try:
         table = model_table(theirs)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{config_file(path)}: {error}") from None
     try:
         return msgspec.convert(table, Model)
     except msgspec.ValidationError as error:

@@ -38,7 +38,7 @@ def kept(job: Job, expert: bool) -> Kept:
     norms = 2 * (streams * (_norm_copies(job, model.norm) + item) + rows / split * _norm_statistics(job))
     if job.stack.keep_gathered:
         norms += 2 * rows * model.hidden * item * (1 - 1 / split)
-    masks = 2 * streams if job.stack.dropout else 0.0
+    masks = 2 * (8 * rows / split if job.stack.remade_masks else streams) if job.stack.dropout else 0.0
     return Kept(
         norms,
         _projections(job, core),

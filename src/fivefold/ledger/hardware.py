@@ -192,6 +192,12 @@ def kind(name: str) -> Hardware:
 
 def _convert(text: str, where: str) -> Hardware:
     try:
-        return msgspec.convert(tomllib.loads(text), Hardware)
+        found = msgspec.convert(tomllib.loads(text), Hardware)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{where}: not a cluster file: {error}") from None
+    for row in found.measured:
+        if row.local * row.hosts < 2:
+            raise ConfigError(
+                f"{where}: a measured {row.primitive} over local × hosts = 1 rank; expected two at least"
+            )
+    return found

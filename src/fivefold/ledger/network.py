@@ -89,7 +89,8 @@ def collective_seconds(primitive: Primitive, size: float, local: int, domains: i
 def algorithms(primitive: Primitive, size: float, ranks: int, on: Wires) -> Mapping[str, float]:
     """Seconds of every algorithm for a primitive inside one fast domain."""
     link = on.inside
-    size += 0.3 * min(size, 64e6)  # rates still rise at 64 MiB (azure_a100, azure_h100 curves)
+    if on.backend != "shm":
+        size += 0.3 * min(size, 64e6)  # GPUs' rates still rise at 64 MiB (azure_a100, azure_h100 curves)
     if primitive == "all_reduce":
         found = {
             "ring": seconds(ring.all_reduce(ranks), size, link),
@@ -116,7 +117,9 @@ def _hierarchical(primitive: Primitive, size: float, local: int, domains: int, o
     inside = passes * (local - 1) / local * size / on.inside.bandwidth
     share = size / local
     between = passes * (domains - 1) / domains * (share + min(on.ramp, share)) / on.between.bandwidth
-    hops = min(domains - 1, ceil(log2(domains)) * 2)  # ring, or tree, whichever has fewer
+    hops = domains - 1  # of a ring, which is what shm's rails are
+    if on.backend != "shm":
+        hops = min(hops, ceil(log2(domains)) * 2)  # or of a tree
     latency = passes * ((local - 1) * on.inside.latency + hops * on.between.latency)
     return latency + _both(inside, between, on)
 

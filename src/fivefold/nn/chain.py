@@ -2,7 +2,7 @@
 
 Products, attention and communication stay as they are: they are kernels already, and a compiler could only reorder
 them. So compiled layers run in every layout, a schedule may split their backward as it splits the eager one, and each
-chain saves what its hand-written counterpart does: its inputs, and sums along rows.
+chain saves what its hand-written counterpart does: its inputs, and sums along rows; of dropout the keys, not the mask.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ class Chain(Generic[P, R]):
 
 
 def compile_chains(module: nn.Module) -> None:
-    """Compiles every chain in `module`, for backwards that may run in two parts; forgets what was compiled before, for
-    another model."""
+    """Compiles every chain in `module`, for backwards that may run in two parts. In the whole process what was compiled
+    before, for another model, is forgotten, and torch keeps buffers that a backward could reuse."""
     import torch._functorch.config as functorch
 
     torch.compiler.reset()

@@ -102,7 +102,7 @@ def _link(job: Job, row: Row) -> str:
     found = job.wires
     link = found.between if row.link == "between nodes" else found.inside
     text = f"α = {seconds_text(link.latency)}, 1/β = {link.bandwidth / 1e9:.4g} GB/s"
-    if found.backend != "gloo" or row.primitive not in gloo.TAKEN_FOR:
+    if found.backend != "gloo" or row.primitive not in gloo.GLOO_PROGRAMS:
         return text
-    primitive, name = gloo.TAKEN_FOR[row.primitive]
-    return f"{text}, a {name} {primitive} as gloo has it"
+    primitive, name = gloo.GLOO_PROGRAMS[row.primitive]
+    return f"{text}, a {name} {primitive}, which is what gloo runs"

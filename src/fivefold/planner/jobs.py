@@ -17,8 +17,8 @@ ITEMSIZES = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
 
 def stack_of(config: Config, on: Hardware) -> Stack:
     """Fivefold's trainer: a master copy in float32 (float64), and a copy of it in the compute type where that is
-    another; flash attention; eager norms and activations, on CPUs by hand,
-    or compiled; a loss whose logits never exist whole."""
+    another; flash attention; norms and activations eager, by hand (on CPUs) or compiled; a loss whose logits never
+    exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
     corrected = corrected_momentum(config)
@@ -32,6 +32,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         attention="blocked" if blocked else "flash",
         manual_backward=by_hand or config.machine.compile,
         dropout=config.model.dropout > 0,
+        remade_masks=config.machine.compile,
         compute_copy=item if item != exact else 0,
         shard_apart=True,
         master=exact,
@@ -57,8 +58,8 @@ def stack_of(config: Config, on: Hardware) -> Stack:
 
 
 def backend_of(config: Config, on: Hardware) -> str:
-    """What `parallel.backend` stands for on a cluster: by default what its file was measured over first, which is the
-    backend that training takes there."""
+    """What `parallel.backend` stands for on a cluster: by default what its file was measured over first; without
+    measurements what training takes on Linux and x86-64, or on GPUs."""
     if config.parallel.backend != "default":
         return config.parallel.backend
     if on.measured:

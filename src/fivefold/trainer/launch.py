@@ -10,6 +10,7 @@ import fcntl
 import json
 import logging
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 MOST_RANKS_PER_CORE = 32
 """Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
-_LOGS = "fivefold-ranks-"
-_LEFT_SECONDS = 60.0
+_UNLOCKED_SECONDS = 60.0
+"""A directory older than this and not locked is left by a launcher that was killed."""
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Messages of ranks that failed only because another rank is gone.
 CONSEQUENCES = (
@@ -99,29 +100,30 @@ def check_count(ranks: int) -> None:
 @contextmanager
 def _logs() -> Iterator[str]:
     """A temporary directory for what the agent writes, locked as long as this process lives. Those of launchers that
-    were killed, which no one has locked, are removed.
+    were killed on this host, which no one has locked, are removed.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{_LOGS}*"):
-        # A new one is locked a moment after it is made.
-        with suppress(OSError), _locked(left):
-            if time.time() - left.stat().st_mtime > _LEFT_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_LOGS, ignore_cleanup_errors=True) as made, ExitStack() as held:
+    prefix = f"fivefold-ranks-{platform.node()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _UNLOCKED_SECONDS:
+                with _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as made, ExitStack() as held:
         with suppress(OSError):  # a file system without locks: there no one else removes it either
-            held.enter_context(_locked(Path(made)))
+            held.enter_context(_locked(Path(made), fcntl.LOCK_EX))
         yield made
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path, operation: int) -> Iterator[None]:
     """Holds the directory's lock.
 
     Raises:
-        OSError: another process has it.
+        OSError: another process has it, or it is no directory.
     """
-    opened = os.open(directory, os.O_RDONLY)
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(opened, operation)
         yield
     finally:
         os.close(opened)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from fivefold.trainer.place import Place
 
 SIZES = "1K:16M"
-TYPES = ("float32", "float64", "bf16", "fp16", "int64")
+TYPES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2, "int64": 8}
+"""Bytes of an element."""
 OPERATIONS = ("sum", "mean", "max", "min")
 
 
@@ -40,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithms", default="", help="backends and programs, ring or ring@gloo; default: all"
     )
-    parser.add_argument("--type", default="float32", choices=TYPES, help="of the elements; default float32")
+    parser.add_argument(
+        "--type", default="float32", choices=list(TYPES), help="of the elements; default float32"
+    )
     parser.add_argument("--op", default="sum", choices=OPERATIONS, help="what a reduction takes; default sum")
     parser.add_argument("--per-host", type=whole_number, default=0, help="take so many ranks for a host")
     parser.add_argument("--cluster", metavar="FILE", help="predict from this calibrated file")
@@ -62,18 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     place = place_from(os.environ)
     with as_rank(place, debug=arguments.debug):
         request = _request(arguments)
-        cases = max(len(request.algorithms) or 1 + len(PROGRAMS[name]) for name in request.primitives)
-        check_room(request.sizes, arguments.ranks, place, cases)
+        check_room(request.sizes, arguments.ranks, place, _buffers(request))
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
         return _rank(arguments, request, place)
 
 
-def check_room(sizes: Sequence[int], ranks: int, place: "Place | None", cases: int) -> None:
+def check_room(sizes: Sequence[int], ranks: int, place: "Place | None", buffers: int) -> None:
     """Refuses sizes for which this host has no memory: its ranks in `place`, or else `ranks` that are to be started
-    here, with the buffers of `cases` algorithms at once.
-
-    What is checked is counted in int64 and float64: six more buffers of float32's size.
+    here, each with so many buffers.
     """
     import torch
 
@@ -82,9 +82,22 @@ def check_room(sizes: Sequence[int], ranks: int, place: "Place | None", cases: i
 
     if place is None:
         check_count(ranks)
-    local = place.local_world_size if place else ranks
-    if not torch.accelerator.is_available() and local:
-        check_memory(sizes, local, cases + 6, host_memory()[0])
+    local, available = place.local_world_size if place else ranks, host_memory()[0]
+    if local and available and not torch.accelerator.is_available():
+        check_memory(sizes, local, buffers, available)
+
+
+def _buffers(request: "Request") -> int:
+    """About how many buffers of one size a rank holds: one for each algorithm of a primitive, and three of 8 bytes an
+    element by which results are checked."""
+    programs = {name for primitive in request.primitives for name in PROGRAMS[primitive]}
+    elsewhere = {primitive: programs - set(PROGRAMS[primitive]) for primitive in request.primitives}
+    cases = max(
+        sum(name.partition("@")[0] not in elsewhere[primitive] for name in request.algorithms)
+        or 1 + len(PROGRAMS[primitive])
+        for primitive in request.primitives
+    )
+    return cases + 3 * 8 // TYPES[request.dtype]
 
 
 def sys_words(arguments: argparse.Namespace) -> list[str]:
@@ -116,6 +129,8 @@ def _request(arguments: argparse.Namespace) -> "Request":
     from fivefold.trainer.comm import Request, check_algorithms
 
     primitives = tuple(filter(None, arguments.primitives.split(",")))
+    if not primitives:
+        raise BadInput(f"--primitives: name one at least, of {', '.join(PRIMITIVES)}")
     for primitive in primitives:
         if primitive not in PRIMITIVES:
             hint = did_you_mean(primitive, PRIMITIVES)

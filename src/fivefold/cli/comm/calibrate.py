@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         sizes, hardware, output = read_sizes(arguments.sizes), kind(arguments.kind), arguments.output
         if len(sizes) < 3:
             raise BadInput(f"--sizes {arguments.sizes}: a fit needs three sizes at least, e.g. {SIZES}")
-        check_room(sizes, arguments.ranks, place, 1)
+        check_room(sizes, arguments.ranks, place, 7)  # as many as bench has of one algorithm
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
         from fivefold.collectives.calibrate import Sizes

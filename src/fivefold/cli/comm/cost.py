@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     found = hardware.preset(arguments.cluster)
-    on = wires(found, Physics())
+    on = wires(found, Physics(), "shm" if found.device.is_cpu else "nccl")
     local, domains = min(found.devices, found.fast_domain), max(1, found.devices // found.fast_domain)
     rows: list[dict[str, Any]] = []
     for size in read_sizes(arguments.sizes):

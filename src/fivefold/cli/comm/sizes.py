@@ -32,16 +32,16 @@ def check_memory(sizes: Sequence[int], ranks: int, buffers: int, available: int)
 
     Args:
         ranks: on this host.
-        buffers: of one size that a rank holds at least, with what it checks the result by.
-        available: bytes.
+        buffers: of one size that a rank holds, about.
+        available: bytes, more than none.
 
     Raises:
         BadInput: with the largest size that may fit.
     """
     share = available // (ranks * buffers)
-    if max(sizes) > share > 0:
+    if max(sizes) > share:
         raise BadInput(
-            f"--sizes: {bytes_text(max(sizes))} takes {buffers} such buffers on each of {ranks} ranks, and "
+            f"--sizes: {bytes_text(max(sizes))} takes about {buffers} such buffers on each of {ranks} ranks, and "
             f"{bytes_text(available)} are available here; at most {bytes_text(share)}"
         )
 

@@ -90,9 +90,11 @@ def host_memory() -> tuple[int, int]:
     }
     available, total = kib.get("MemAvailable", 0) * 1024, kib.get("MemTotal", 0) * 1024
     limit = next(iter(_lines("/sys/fs/cgroup/memory.max")), "max")
-    used = next(iter(_lines("/sys/fs/cgroup/memory.current")), "0")
     if limit.isdigit() and int(limit) < total:
-        return min(available, int(limit) - int(used)), int(limit)
+        statistics = dict(line.split() for line in _lines("/sys/fs/cgroup/memory.stat"))
+        used = int(next(iter(_lines("/sys/fs/cgroup/memory.current")), "0"))
+        used -= int(statistics.get("inactive_file", 0))  # read from files, and given up when memory is needed
+        return min(available, max(0, int(limit) - used)), int(limit)
     return available, total
 
 
