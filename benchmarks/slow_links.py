@@ -21,6 +21,7 @@ the throttled one.
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -115,6 +116,7 @@ def main() -> None:
         parser.error(f"--steps, --timed-steps: expected at least {STARTING_STEPS + 2}")
     if os.geteuid():
         sys.exit("slow_links: network namespaces need root")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and take the cables away
     with tempfile.TemporaryDirectory(prefix="fivefold-slow-links-") as scratch, cables(arguments.hosts):
         found = Benchmark(arguments.hosts, arguments.per_host, arguments.largest, Path(scratch)).run(
             arguments
