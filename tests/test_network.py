@@ -7,6 +7,7 @@ import pytest
 import tomli_w
 from msgspec.structs import replace
 
+from fivefold.config.errors import ConfigError
 from fivefold.config.tree import Cluster
 from fivefold.ledger.hardware import Hardware, Measured, Network, Node, kind, load_hardware
 from fivefold.ledger.network import Primitive, collective_seconds, wires
@@ -86,6 +87,28 @@ def estimated(file: Path, rows: tuple[Measured, ...], backend: str, zero: int = 
             found[row.primitive] = row.seconds / row.times
             found[f"{row.primitive} bytes"] = row.bytes_per_rank / row.times
     return found
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8])
+def test_one_rank_a_host_leaves_shared_memory_the_rings_of_gloo(size: float) -> None:
+    many = cluster(1, 16)
+    shm, gloo = (wires(many, Physics(), backend) for backend in ("shm", "gloo"))
+    assert collective_seconds("all_reduce", size, 1, 16, shm) == pytest.approx(
+        collective_seconds("all_reduce", size, 1, 16, gloo)
+    )
+
+
+def test_within_a_host_shared_memory_moves_what_a_ring_moves() -> None:
+    on = wires(cluster(4, 1), Physics(), "shm")
+    assert collective_seconds("all_reduce", SIZE, 4, 1, on) <= 6 * (1e-5 + 1e6 / 1e9) * (1 + 1e-9)
+
+
+def test_a_measured_row_has_two_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "one.toml"
+    made = cluster(1, 1, Measured("all_reduce", "gloo", 1, 1, 1e-5, 1e9, 1e3, 1e6, 0.05))
+    file.write_text(tomli_w.dumps(msgspec.to_builtins(made)))
+    with pytest.raises(ConfigError, match=r"one\.toml: a measured all_reduce over local × hosts = 1 rank"):
+        load_hardware(Cluster(path=str(file)))
 
 
 def test_gloo_is_a_ring_where_a_file_was_measured_over_shared_memory_only(tmp_path: Path) -> None:
