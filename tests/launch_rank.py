@@ -2,9 +2,8 @@
 
     python launch_rank.py MODE STEPS
 
-MODE: "well", "raise", "raise-shm" (over shared memory),
-"raise-unrecorded" (on a full disk), "kill", "exit", "bad" (input), "slow" (saves for a long time
-when asked to stop).
+MODE: "well", "raise", "raise-shm" (over shared memory), "raise-unrecorded" (on a full disk), "kill", "exit", "bad"
+(input), "slow" (saves for a long time when asked to stop).
 Each rank prints what happens to it, so that the test can wait for it.
 """
 

@@ -144,7 +144,7 @@ def test_a_fit_finds_the_line_behind_noisy_and_spoilt_times(
 
 
 @pytest.mark.parametrize("count", [4, 5, 7])
-def test_noise_bends_a_line_little_and_a_port_whose_burst_ends_much(count: int) -> None:
+def test_noise_moves_lines_little_straight_or_bent(count: int) -> None:
     sizes = [4.0**power for power in range(11 - count, 11)]  # up to 1 MiB
     for seed in range(20):
         noise = random.Random(seed)

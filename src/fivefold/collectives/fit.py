@@ -13,8 +13,7 @@ from fivefold.ledger.programs.steps import Link
 
 ROUNDS = 30  # of reweighting; it settles within ten
 GAIN = 0.8
-"""A knee must leave at most this part of the error. Noise makes knees, too, which bend a line by a few percent; a knee
-that is missed, as where a port's burst ends, can cost half of the time of large sizes."""
+"""A knee must leave at most this part of the error. Noise makes knees, too, but these bend a line little."""
 SMALLEST_RATE = 1e-18  # seconds a byte: no link is faster
 
 
