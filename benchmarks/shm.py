@@ -3,12 +3,12 @@
 python benchmarks/shm.py [--ranks 2 4] [--rounds 15]     # collectives
 python benchmarks/shm.py --steps [--sizes S1 tiny]       # steps of training, over shared memory and over gloo
 
-OpenMPI takes part if mpirun and mpi4py are there. A time is the mean over a turn's calls, of the slowest rank,
-as nccl-tests and the OSU benchmarks count; of these the median over the turns, and the best, which other
-processes on the machine disturb least. Bus bandwidth is bytes over time, times 2(n-1)/n for all_reduce and (n-1)/n for
-the others. What is sent is written anew before each call, as in training: else who reads it where it lies (OpenMPI)
-finds it in its own cache after the first call. "copies" is what shm does in memory, without what surrounds it: torch's
-call, the record, the engine.
+OpenMPI takes part if mpirun and mpi4py are there. Each system has ranks of its own, which sleep while another has its
+turn: OpenMPI's started by mpirun, the others as `fivefold` starts them, as forks of one process. A time is the mean
+over a turn's calls, of the slowest rank, as nccl-tests and the OSU benchmarks count; of these the median over the turns,
+and the best, which other processes on the machine disturb least. Bus bandwidth is bytes over time, times 2(n-1)/n for
+all_reduce and (n-1)/n for the others. What is sent is written anew before each call, as in training: else who reads it
+where it lies (OpenMPI) finds it in its own cache after the first call.
 
 Steps are of two ranks, float32, one thread each, of the sizes in side_by_side/sizes.py. Both transports' ranks are
 started once and take turns; a ratio is of the medians of all turns.
@@ -17,7 +17,6 @@ started once and take turns; a ratio is of the medians of all turns.
 import argparse
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -25,10 +24,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from threading import Thread
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -41,6 +43,8 @@ SIZES = (1 << 16, 1 << 20, 1 << 24)
 ROUNDS = 15
 LAYOUTS = (TP, *PP, *CP, ZERO[3])
 TRANSPORTS = ("gloo", "shm")
+PATIENCE = timedelta(minutes=10)
+Call: TypeAlias = Callable[[str, Any, Any], None]
 MACHINE = {"matmul": "highest", "malloc": "keep", "peak_flops": 1e11}  # for both: nothing is measured
 
 
@@ -50,17 +54,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", action="store_true", help="steps of training instead of collectives")
     parser.add_argument("--sizes", nargs="+", choices=MODELS, default=["S1", "tiny"], help="for --steps")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.port:
-        measure(arguments.rank, arguments.ranks[0], arguments.port, arguments.rounds)
-        return
-    if arguments.steps:
+        over_mpi(arguments.port, arguments.rounds)
+    elif arguments.steps:
         training(arguments.sizes, arguments.rounds)
-        return
-    for ranks in arguments.ranks:
-        start(ranks, arguments.rounds)
+    else:
+        for ranks in arguments.ranks:
+            compare(ranks, arguments.rounds)
 
 
 def training(sizes: list[str], rounds: int) -> None:
@@ -85,147 +87,119 @@ def training(sizes: list[str], rounds: int) -> None:
             print(f"{size:<6}{system.layout:<16}", *cells, " ", ratio, flush=True)
 
 
-def start(ranks: int, rounds: int) -> None:
-    """Starts the ranks: by mpirun if OpenMPI can take part."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, __file__, f"--ranks={ranks}", f"--port={port}", f"--rounds={rounds}"]
-    if shutil.which("mpirun") and find_spec("mpi4py"):
-        mpirun = ["mpirun", "-n", str(ranks), "--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]
-        subprocess.run([*mpirun, *command], check=True)
-        return
-    processes = [subprocess.Popen([*command, f"--rank={rank}"]) for rank in range(ranks)]
-    if any(process.wait() for process in processes):
-        raise SystemExit("a rank failed")
+def compare(ranks: int, rounds: int) -> None:
+    """Prints one table: the systems take turns, each in ranks of its own, which sleep between their turns."""
+    from torch.distributed import TCPStore
+
+    from fivefold.proof.ranks import Ranks
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    with ExitStack() as stack:
+        systems = []
+        if shutil.which("mpirun") and find_spec("mpi4py"):
+            systems.append("OpenMPI")
+            command = [sys.executable, __file__, f"--ranks={ranks}", f"--rounds={rounds}", f"--port={store.port}"]
+            mpirun = ["mpirun", "-n", str(ranks), "--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]
+            stack.callback(subprocess.Popen([*mpirun, *command]).wait)
+        for system in TRANSPORTS:
+            systems.append(system)
+            started = stack.enter_context(Ranks(ranks, backend=None))
+            thread = Thread(
+                target=partial(started.run, timeout=PATIENCE.total_seconds()),
+                args=(over_torch, system, store.port, rounds),
+            )
+            thread.start()
+            stack.callback(thread.join)
+        print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
+        print(f"{'primitive':<15}{'bytes':>10}", *(f"{name:>9}: µs {'best':>8} {'GB/s':>6}" for name in systems))
+        for primitive, size in product(PRIMITIVES, SIZES):
+            row: dict[str, list[float]] = {name: [] for name in systems}
+            for turn in range(rounds):
+                for place in range(len(systems)):
+                    system = systems[(turn + place) % len(systems)]
+                    name = f"{system} {primitive} {size} {turn}"
+                    store.set(name, "go")
+                    answers = [store.get(f"{name} {rank}") for rank in range(ranks)]
+                    row[system].append(max(map(float, answers)))
+            print(report(primitive, size, ranks, row), flush=True)
 
 
-def measure(rank: int | None, ranks: int, port: int, rounds: int) -> None:
-    """One rank's part; the first prints."""
+def serve(system: str, rank: int, ranks: int, store: Any, rounds: int, call: Call, barrier: Any) -> None:
+    """One rank of a system: tells the mean seconds of a call in each of its turns."""
     import torch
+
+    torch.set_num_threads(1)
+    for primitive, size in product(PRIMITIVES, SIZES):
+        numel = size // 4 // ranks * ranks
+        whole, other, part = torch.ones(numel), torch.ones(numel), torch.ones(numel // ranks)
+        out, source = {
+            "all_reduce": (whole, whole),
+            "reduce_scatter": (part, whole),
+            "all_gather": (whole, part),
+            "all_to_all": (other, whole),
+        }[primitive]
+        repeats = max(3, min(100, (1 << 23) // size))
+        for turn in range(rounds):
+            name = f"{system} {primitive} {size} {turn}"
+            store.wait([name])
+            barrier()
+            call(primitive, out, source)
+            total = 0.0
+            for _ in range(repeats):
+                source.fill_(1.0)
+                before = time.perf_counter()
+                call(primitive, out, source)
+                total += time.perf_counter() - before
+            barrier()
+            store.set(f"{name} {rank}", str(total / repeats))
+
+
+def over_torch(rank: int, ranks: int, system: str, port: int, rounds: int) -> None:
+    """A rank over gloo or shared memory, started as `fivefold` starts its own."""
     import torch.distributed as dist
 
     from fivefold.collectives.group import register
     from fivefold.collectives.record import Recorder
-    from fivefold.collectives.shared_memory.exchange import Exchange
-    from fivefold.collectives.shared_memory.peers import Directory, this_host
-    from fivefold.collectives.shared_memory.segment import Segment
-    from fivefold.collectives.shared_memory.transport import (
-        RING_BYTES,
-        SHARED_MEMORY,
-        SLOT_BYTES,
-        SharedMemory,
-    )
+    from fivefold.collectives.shared_memory.transport import SharedMemory
 
-    torch.set_num_threads(1)
-    calls: dict[str, Callable[[str, Any, Any], None]] = {}
-    if rank is None:
-        from mpi4py import MPI
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    backend = "gloo" if system == "gloo" else register(Recorder(), PATIENCE, SharedMemory())
+    dist.init_process_group(backend, store=dist.PrefixStore(system, store), rank=rank, world_size=ranks)
 
-        rank = MPI.COMM_WORLD.Get_rank()
-        calls["OpenMPI"] = lambda primitive, out, source: over_mpi(
-            MPI, primitive, out.numpy(), source.numpy()
-        )
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(seconds=60))
-    timeout = timedelta(seconds=60)
-    dist.init_process_group(
-        register(Recorder(), timeout, SharedMemory()), store=store, rank=rank, world_size=ranks
-    )
-    gloo = dist.new_group(backend="gloo")
-    calls["gloo"] = lambda primitive, out, source: over_torch(dist, gloo, primitive, out, source)
-    calls["shm"] = lambda primitive, out, source: over_torch(dist, dist.group.WORLD, primitive, out, source)
-    own = dist.PrefixStore("copies", store)
-    peers = Directory(this_host(SHARED_MEMORY)).meet(own, rank, list(range(ranks)))
-    segment = Segment.shared(own, peers, rank, SHARED_MEMORY, SLOT_BYTES, RING_BYTES)
-    exchange = Exchange(segment)
-    calls["copies"] = lambda primitive, out, source: only_copies(segment, exchange, primitive, out, source)
-    if rank == 0:
-        print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
-        print(
-            f"{'primitive':<15}{'bytes':>10}", *(f"{name:>9}: µs {'best':>8} {'GB/s':>6}" for name in calls)
-        )
-    for primitive in PRIMITIVES:
-        for size in SIZES:
-            row = times(dist, calls, primitive, size, ranks, rounds)
-            if rank == 0:
-                print(report(primitive, size, ranks, row), flush=True)
-    dist.barrier()
+    def call(primitive: str, out: Any, source: Any) -> None:
+        if primitive == "all_reduce":
+            dist.all_reduce(out)
+        elif primitive == "reduce_scatter":
+            dist.reduce_scatter_single(out, source)
+        elif primitive == "all_gather":
+            dist.all_gather_single(out, source)
+        else:
+            dist.all_to_all_single(out, source)
+
+    serve(system, rank, ranks, store, rounds, call, dist.barrier)
     dist.destroy_process_group()
 
 
-def times(
-    dist: Any, calls: Any, primitive: str, size: int, ranks: int, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of a call in each turn by system, of the slowest rank; the systems take turns."""
-    import torch
+def over_mpi(port: int, rounds: int) -> None:
+    """A rank that mpirun started."""
+    from mpi4py import MPI
+    from torch.distributed import TCPStore
 
-    numel = size // 4 // ranks * ranks
-    whole, other, part = torch.ones(numel), torch.ones(numel), torch.ones(numel // ranks)
-    pair = {
-        "all_reduce": (whole, whole),
-        "reduce_scatter": (part, whole),
-        "all_gather": (whole, part),
-        "all_to_all": (other, whole),
-    }[primitive]
-    repeats = max(3, min(100, (1 << 23) // size))
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            call(primitive, *pair)
-            dist.barrier()
-            total = 0.0
-            for _ in range(repeats):
-                pair[1].fill_(1.0)
-                before = time.perf_counter()
-                call(primitive, *pair)
-                total += time.perf_counter() - before
-            found[name].append(total / repeats)
-    seconds = torch.tensor([found[name] for name in calls])
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return dict(zip(calls, seconds.tolist(), strict=True))
+    world = MPI.COMM_WORLD
 
+    def call(primitive: str, out: Any, source: Any) -> None:
+        out, source = out.numpy(), source.numpy()
+        if primitive == "all_reduce":
+            world.Allreduce(MPI.IN_PLACE, out)
+        elif primitive == "reduce_scatter":
+            world.Reduce_scatter_block(source, out)
+        elif primitive == "all_gather":
+            world.Allgather(source, out)
+        else:
+            world.Alltoall(source, out)
 
-def over_torch(dist: Any, group: Any, primitive: str, out: Any, source: Any) -> None:
-    if primitive == "all_reduce":
-        dist.all_reduce(out, group=group)
-    elif primitive == "reduce_scatter":
-        dist.reduce_scatter_single(out, source, group=group)
-    elif primitive == "all_gather":
-        dist.all_gather_single(out, source, group=group)
-    else:
-        dist.all_to_all_single(out, source, group=group)
-
-
-def only_copies(segment: Any, exchange: Any, primitive: str, out: Any, source: Any) -> None:
-    """The steps of the collective, one after another."""
-    from fivefold.collectives.shared_memory.reduction import Kind
-    from fivefold.collectives.shared_memory.span import even, whole
-
-    if primitive == "all_reduce":
-        steps = exchange.all_reduce(whole(out), Kind.SUM)
-    elif primitive == "reduce_scatter":
-        steps = exchange.reduce_scatter(whole(out), even(source, exchange.size), Kind.SUM)
-    elif primitive == "all_gather":
-        steps = exchange.all_gather(even(out, exchange.size), whole(source))
-    else:
-        steps = exchange.all_to_all(even(out, exchange.size), even(source, exchange.size), even=True)
-    wait = os.sched_yield if exchange.size > len(os.sched_getaffinity(0)) else int
-    for lack in steps:
-        while segment.words[lack.word] < lack.target:
-            wait()
-
-
-def over_mpi(mpi: Any, primitive: str, out: Any, source: Any) -> None:
-    world = mpi.COMM_WORLD
-    if primitive == "all_reduce":
-        world.Allreduce(mpi.IN_PLACE, out)
-    elif primitive == "reduce_scatter":
-        world.Reduce_scatter_block(source, out)
-    elif primitive == "all_gather":
-        world.Allgather(source, out)
-    else:
-        world.Alltoall(source, out)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    serve("OpenMPI", world.Get_rank(), world.Get_size(), store, rounds, call, world.Barrier)
 
 
 def report(primitive: str, size: int, ranks: int, row: dict[str, list[float]]) -> str:
@@ -239,7 +213,7 @@ def report(primitive: str, size: int, ranks: int, row: dict[str, list[float]]) -
     ratios = [
         f"{name} / shm = {median(seconds) / median(shm):.1f} (best {min(seconds) / min(shm):.1f})"
         for name, seconds in row.items()
-        if name not in ("shm", "copies")
+        if name != "shm"
     ]
     return f"{primitive:<15}{size:>10}" + " ".join(["", *cells, "  ", *ratios])
 
