@@ -5,10 +5,11 @@ python benchmarks/shm.py --steps [--sizes S1 tiny]       # steps of training, ov
 
 OpenMPI takes part if mpirun and mpi4py are there. Each system has ranks of its own, which sleep while another has its
 turn: OpenMPI's started by mpirun, the others as `fivefold` starts them, as forks of one process. A time is the mean
-over a turn's calls, of the slowest rank, as nccl-tests and the OSU benchmarks count; of these the median over the turns,
-and the best, which other processes on the machine disturb least. Bus bandwidth is bytes over time, times 2(n-1)/n for
-all_reduce and (n-1)/n for the others. What is sent is written anew before each call, as in training: else who reads it
-where it lies (OpenMPI) finds it in its own cache after the first call.
+over a turn's calls, of the slowest rank, as nccl-tests and the OSU benchmarks count, after as many calls to warm up as
+the former makes; of these the median over the turns, and the best, which other processes on the machine disturb least.
+A ratio is the median of the turns' ratios. Bus bandwidth is bytes over time, times 2(n-1)/n for all_reduce and (n-1)/n
+for the others. What is sent is written anew before each call, as in training: else who reads it where it lies (OpenMPI)
+finds it in its own cache after the first call.
 
 Steps are of two ranks, float32, one thread each, of the sizes in side_by_side/sizes.py. Both transports' ranks are
 started once and take turns; a ratio is of the medians of all turns.
@@ -41,6 +42,7 @@ from side_by_side.systems import CP, PP, TP, ZERO
 PRIMITIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 SIZES = (1 << 16, 1 << 20, 1 << 24)
 ROUNDS = 15
+WARM_UP_CALLS, LEAST_CALLS = 5, 10
 LAYOUTS = (TP, *PP, *CP, ZERO[3])
 TRANSPORTS = ("gloo", "shm")
 PATIENCE = timedelta(minutes=10)
@@ -98,8 +100,22 @@ def compare(ranks: int, rounds: int) -> None:
         systems = []
         if shutil.which("mpirun") and find_spec("mpi4py"):
             systems.append("OpenMPI")
-            command = [sys.executable, __file__, f"--ranks={ranks}", f"--rounds={rounds}", f"--port={store.port}"]
-            mpirun = ["mpirun", "-n", str(ranks), "--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]
+            command = [
+                sys.executable,
+                __file__,
+                f"--ranks={ranks}",
+                f"--rounds={rounds}",
+                f"--port={store.port}",
+            ]
+            mpirun = [
+                "mpirun",
+                "-n",
+                str(ranks),
+                "--oversubscribe",
+                "--allow-run-as-root",
+                "--bind-to",
+                "none",
+            ]
             stack.callback(subprocess.Popen([*mpirun, *command]).wait)
         for system in TRANSPORTS:
             systems.append(system)
@@ -111,7 +127,9 @@ def compare(ranks: int, rounds: int) -> None:
             thread.start()
             stack.callback(thread.join)
         print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
-        print(f"{'primitive':<15}{'bytes':>10}", *(f"{name:>9}: µs {'best':>8} {'GB/s':>6}" for name in systems))
+        print(
+            f"{'primitive':<15}{'bytes':>10}", *(f"{name:>9}: µs {'best':>8} {'GB/s':>6}" for name in systems)
+        )
         for primitive, size in product(PRIMITIVES, SIZES):
             row: dict[str, list[float]] = {name: [] for name in systems}
             for turn in range(rounds):
@@ -138,19 +156,19 @@ def serve(system: str, rank: int, ranks: int, store: Any, rounds: int, call: Cal
             "all_gather": (whole, part),
             "all_to_all": (other, whole),
         }[primitive]
-        repeats = max(3, min(100, (1 << 23) // size))
+        repeats = max(LEAST_CALLS, min(100, (1 << 24) // size))
         for turn in range(rounds):
             name = f"{system} {primitive} {size} {turn}"
             store.wait([name])
+            for _ in range(WARM_UP_CALLS):
+                call(primitive, out, source)
             barrier()
-            call(primitive, out, source)
             total = 0.0
             for _ in range(repeats):
                 source.fill_(1.0)
                 before = time.perf_counter()
                 call(primitive, out, source)
                 total += time.perf_counter() - before
-            barrier()
             store.set(f"{name} {rank}", str(total / repeats))
 
 
@@ -210,11 +228,11 @@ def report(primitive: str, size: int, ranks: int, row: dict[str, list[float]]) -
         for seconds in row.values()
     ]
     shm = row["shm"]
-    ratios = [
-        f"{name} / shm = {median(seconds) / median(shm):.1f} (best {min(seconds) / min(shm):.1f})"
-        for name, seconds in row.items()
-        if name != "shm"
-    ]
+    ratios = []
+    for name, seconds in row.items():
+        if name != "shm":
+            turns = median(other / own for other, own in zip(seconds, shm, strict=True))
+            ratios.append(f"{name} / shm = {turns:.2f} (best {min(seconds) / min(shm):.2f})")
     return f"{primitive:<15}{size:>10}" + " ".join(["", *cells, "  ", *ratios])
 
 

@@ -19,12 +19,19 @@ from launch_environments import SRUN
 
 RANK = str(Path(__file__).with_name("launch_rank.py"))
 LOCAL = """
+import multiprocessing
 import sys
 from pathlib import Path
-from fivefold.trainer.launch import start_local
-print("launcher ready", flush=True)
-sys.exit(start_local(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])))
+from fivefold.trainer import launch
+if __name__ == "__main__":
+    print("launcher ready", flush=True)
+    sys.exit(launch.start_local(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])))
 """
+AFRESH = LOCAL.replace(
+    "if __name__", "launch._context = lambda: multiprocessing.get_context('spawn')\nif __name__"
+)
+EITHER_WAY = pytest.mark.parametrize("program", [LOCAL, AFRESH], ids=["forks", "afresh"])
+"""As forks of the launcher, and each as a new Python, as where there are GPUs."""
 FOREVER = "100000"
 NEEDS_SHARED_MEMORY = pytest.mark.skipif(not machine.shares_memory(), reason="shared memory: Linux on x86-64")
 
@@ -49,8 +56,8 @@ def started(*command: str, **environment: str) -> Iterator[subprocess.Popen[str]
         process.communicate()
 
 
-def local(mode: str, steps: str = "4", failure_file: str = "unused") -> tuple[str, ...]:
-    return (sys.executable, "-c", LOCAL, "2", failure_file, RANK, mode, steps)
+def local(mode: str, steps: str = "4", failure_file: str = "unused", program: str = LOCAL) -> tuple[str, ...]:
+    return (sys.executable, "-c", program, "2", failure_file, RANK, mode, steps)
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> None:
@@ -66,8 +73,9 @@ def end(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[int, str
     return process.returncode, output, errors
 
 
-def test_local_ranks() -> None:
-    with started(*local("well")) as process:
+@EITHER_WAY
+def test_local_ranks(program: str) -> None:
+    with started(*local("well", program=program)) as process:
         code, output, errors = end(process)
     assert (code, errors) == (0, "")
     steps = [f"rank {rank} of 2 steps as fivefold" for rank in range(2)]
@@ -91,9 +99,12 @@ def test_a_failed_rank_is_told_in_one_line(mode: str, code: int, line: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["raise", pytest.param("raise-shm", marks=NEEDS_SHARED_MEMORY)])
-def test_an_exception_is_told_in_one_line_and_its_traceback_kept(mode: str, tmp_path: Path) -> None:
+@EITHER_WAY
+def test_an_exception_is_told_in_one_line_and_its_traceback_kept(
+    program: str, mode: str, tmp_path: Path
+) -> None:
     file = tmp_path / "run" / "failure.txt"
-    with started(*local(mode, failure_file=str(file))) as process:
+    with started(*local(mode, failure_file=str(file), program=program)) as process:
         code, _, errors = end(process)
     assert code == 1
     said = "fivefold: rank 1 failed: RuntimeError: the loss is a banana and so is the gradient"
@@ -111,9 +122,10 @@ def test_an_exception_that_cannot_be_recorded_is_told_by_the_rank() -> None:
     ]
 
 
+@EITHER_WAY
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_ranks_save(number: signal.Signals) -> None:
-    with started(*local("well", FOREVER)) as process:
+def test_a_signal_lets_the_ranks_save(program: str, number: signal.Signals) -> None:
+    with started(*local("well", FOREVER, program=program)) as process:
         wait_for(process, "steps")
         process.send_signal(number)
         process.send_signal(number)  # an echo, as when terminal and launcher both pass on a Ctrl-C
@@ -166,8 +178,9 @@ def test_a_save_may_take_longer_than_the_agents_grace() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
-def test_ranks_do_not_outlive_a_killed_launcher() -> None:
-    with started(*local("well", FOREVER)) as process:
+@EITHER_WAY
+def test_ranks_do_not_outlive_a_killed_launcher(program: str) -> None:
+    with started(*local("well", FOREVER, program=program)) as process:
         wait_for(process, "steps")
         process.kill()
         output, _ = process.communicate(timeout=30.0)  # ends when the last rank has closed the pipe
@@ -221,10 +234,13 @@ def test_a_rank_that_finds_its_launcher_dead_does_not_begin() -> None:
         assert (f"its launcher (process {gone}) has ended" in done.stderr) == (not output)
 
 
-def test_the_working_directory_shadows_nothing(tmp_path: Path) -> None:
-    (tmp_path / "random.py").write_text("raise SystemExit(9)")
-    start = [sys.executable, "-P", "-c", LOCAL, "1", "unused", "-c", "import random"]
-    assert subprocess.run(start, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0
+@pytest.mark.parametrize(("switches", "succeeds"), [(["-P"], True), ([], False)])
+def test_the_working_directory_shadows_nothing(switches: list[str], succeeds: bool, tmp_path: Path) -> None:
+    """Unless Python was started so that it does."""
+    (tmp_path / "sched.py").write_text("raise SystemExit(9)")  # of Python's, and imported by nobody yet
+    (tmp_path / "rank.py").write_text("import sched")
+    start = [sys.executable, *switches, "-c", LOCAL, "1", "unused", "rank.py"]
+    assert (subprocess.run(start, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0) == succeeds
 
 
 # Other launchers, really

@@ -17,6 +17,9 @@ from fivefold.spec.legal import Resolved, check_trainable, resolve_config
 if TYPE_CHECKING:
     from fivefold.trainer.place import Place
 
+WORKER = ("fivefold.trainer.worker",)
+"""What a rank imports first."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
@@ -122,5 +125,5 @@ def _start(arguments: argparse.Namespace, ranks: int, directory: str) -> int:
         words += [f"--{name}"] * getattr(arguments, name)
     sys.stdout.flush()
     if arguments.account:
-        return start_local(words, ranks, saves=False)
-    return start_local(words, ranks, Path(directory) / "failure.txt")
+        return start_local(words, ranks, imports=WORKER, saves=False)
+    return start_local(words, ranks, Path(directory) / "failure.txt", imports=WORKER)

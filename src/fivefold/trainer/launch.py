@@ -1,24 +1,30 @@
-"""Starting local ranks with torch's elastic agent, and reporting their failure once, in one line; and `as_rank`, the
-context in which a rank runs.
+"""Starting local ranks, and reporting their failure once, in one line; and `as_rank`, the context in which a rank runs.
 
-Ranks are started as commands, not as functions: a function entry point that ends gracefully after a signal never exits
-(it waits for its parent, which waits for it).
+Ranks are told their place as torchrun tells it. torch's elastic agent is not used: it starts each rank as a new Python,
+and ends ranks that take longer than 30 seconds to save.
 """
 
 import ctypes
 import fcntl
+import gc
 import json
-import logging
 import os
 import platform
+import runpy
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import connection, get_context
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Self
@@ -28,13 +34,15 @@ from fivefold.trainer.place import RUN_ID, Place, threads_of_rank, usable_cores
 from fivefold.trainer.stop import ECHO_SECONDS
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 MOST_RANKS_PER_CORE = 32
 """Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
 _UNLOCKED_SECONDS = 60.0
 """A directory older than this and not locked is left by a launcher that was killed."""
+_LOOK_SECONDS = 0.1
+_GRACE_SECONDS = 30.0
+"""When a rank has failed, the others may take so long to end after they were asked to."""
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Messages of ranks that failed only because another rank is gone.
 CONSEQUENCES = (
@@ -53,7 +61,12 @@ SIGNAL_HINTS = {
 
 
 def start_local(
-    arguments: Sequence[str], ranks: int, failure_file: Path | None = None, *, saves: bool = True
+    arguments: Sequence[str],
+    ranks: int,
+    failure_file: Path | None = None,
+    *,
+    imports: Iterable[str] = (),
+    saves: bool = True,
 ) -> int:
     """Starts `ranks` processes of this Python with `arguments` on this host and waits for them.
 
@@ -62,28 +75,37 @@ def start_local(
     two seconds later, kills them.
 
     Args:
-        arguments: what follows `python`, e.g. ["-m", "fivefold", "train", "run.toml"].
+        arguments: what follows `python`: ["-m", "fivefold", "train", "run.toml"], or a file and its arguments.
         ranks: how many.
         failure_file: where the traceback of the rank that failed first is written.
+        imports: modules that the ranks will import: where they are forks, this process does, once.
         saves: whether ranks that are asked to stop have something to save; else a signal just ends them.
 
     Returns:
         0 = all ranks succeeded, 1 = one failed or a signal stopped them, 2 = bad input.
 
     Raises:
-        BadInput: more ranks than this machine should start.
+        BadInput: more ranks than this machine should start, or can.
     """
     check_count(ranks)
-    with ExitStack() as stack:
-        logs = stack.enter_context(_logs())
-        stack.enter_context(_rank_environment(os.environ, ranks))
-        stack.enter_context(_silence("torch.distributed.elastic"))
-        relay = stack.enter_context(_Relay(saves))
-        try:
-            relay.agent = _agent(arguments, ranks, logs)
-            failures = relay.agent.run().failures
-        except KeyboardInterrupt:  # of the relay: no rank had started yet
-            failures = {}
+    with (
+        _logs() as logs,
+        _rank_environment(os.environ, ranks),
+        _Relay(saves) as relay,
+        socket.create_server(("127.0.0.1", 0), backlog=max(128, ranks)) as listener,
+    ):
+        failures: dict[int, _Failure] = {}
+        with suppress(KeyboardInterrupt):  # of the relay: no rank had started yet
+            context = _context()
+            if isinstance(context, ForkContext):
+                for module in imports:
+                    import_module(module)
+            with _held_back(RELAYED):
+                relay.ranks = _start(context, arguments, ranks, listener, Path(logs))
+        if relay.ranks:
+            store = _serve(listener)
+            failures = _wait(relay.ranks, Path(logs))
+            del store
         return _verdict(relay, failures, failure_file)
 
 
@@ -129,7 +151,156 @@ def _locked(directory: Path, operation: int) -> Iterator[None]:
         os.close(opened)
 
 
-def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """How a rank ended: its exit code, or minus the number of the signal, and what it recorded, if anything."""
+
+    exit_code: int
+    message: str = ""
+    trace: str = ""
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether it ended because another one failed, or by a SIGTERM before its signal handler was installed."""
+        told_to_end = self.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        return told_to_end or _is_consequence(self.message)
+
+
+def _context() -> ForkContext | SpawnContext:
+    """How ranks start: as forks of this process, where no library of an accelerator may have made something that a fork
+    cannot use; else each as a new Python.
+
+    With forks torch is imported once. And they have everything at the same addresses, so a core that several of them
+    share predicts the branches of one as it learned them from another: collectives of 64 KiB between four ranks on two
+    cores take two thirds of the time.
+    """
+    import torch
+
+    forks = sys.platform == "linux" and torch.accelerator.current_accelerator() is None
+    return get_context("fork") if forks else get_context("spawn")
+
+
+def _start(
+    context: ForkContext | SpawnContext,
+    arguments: Sequence[str],
+    ranks: int,
+    listener: socket.socket,
+    logs: Path,
+) -> list[BaseProcess]:
+    """Starts the ranks, which are to find their store where `listener` listens.
+
+    Raises:
+        BadInput: the system allows no more processes.
+    """
+    forks = isinstance(context, ForkContext)
+    gc.freeze()  # what is there now is not to be written to, and so copied, when a rank collects its garbage
+    inherited = listener if forks else None
+    processes: list[BaseProcess] = []
+    try:
+        for rank in range(ranks):
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(listener.getsockname()[1]),
+                "TORCHELASTIC_RUN_ID": f"{RUN_ID}-{os.getpid()}",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_ERROR_FILE": str(_error_file(logs, rank)),
+            }
+            process = context.Process(target=_be, args=(arguments, os.environ | place, inherited))
+            process.start()
+            processes.append(process)
+    except OSError as error:
+        _signal(processes, signal.SIGKILL)
+        raise BadInput(f"{ranks} local ranks: cannot start rank {len(processes)}: {error.strerror}") from None
+    finally:
+        gc.unfreeze()
+    return processes
+
+
+def _be(arguments: Sequence[str], environment: Mapping[str, str], inherited: socket.socket | None) -> None:
+    """The life of one rank, in its own process: what `python` with these arguments does."""
+    os.setsid()
+    for number in RELAYED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)
+    os.environ.clear()
+    os.environ.update(environment)
+    if inherited is not None:
+        inherited.close()  # else someone would seem to listen when the launcher is gone
+        _set_threads(os.environ["OMP_NUM_THREADS"])
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _set_threads(text: str) -> None:
+    """As libraries do that find it in OMP_NUM_THREADS when they are loaded."""
+    import torch
+
+    if text.isdigit() and int(text) > 0:
+        torch.set_num_threads(int(text))
+
+
+def _serve(listener: socket.socket) -> "TCPStore":
+    """The store of the ranks, as long as it is held. Begun after the ranks were forked, since it has a thread."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _wait(processes: Sequence[BaseProcess], logs: Path) -> dict[int, _Failure]:
+    """Waits for the ranks to end, and ends all when one fails; the failures by rank, in the order they came."""
+    failures: dict[int, _Failure] = {}
+    running = dict(enumerate(processes))
+    deadline = float("inf")
+    while running:
+        connection.wait([process.sentinel for process in running.values()], _LOOK_SECONDS)
+        for rank, process in list(running.items()):
+            if process.exitcode is not None:
+                del running[rank]
+                if process.exitcode != 0:
+                    failures[rank] = _failure(process.exitcode, _error_file(logs, rank))
+        if failures and deadline == float("inf"):
+            deadline = time.monotonic() + _GRACE_SECONDS
+            _signal(running.values(), signal.SIGTERM)
+        if time.monotonic() > deadline:
+            _signal(running.values(), signal.SIGKILL)
+    return failures
+
+
+def _failure(exit_code: int, error_file: Path) -> _Failure:
+    try:
+        recorded = json.loads(error_file.read_text())["message"]
+    except (OSError, ValueError):
+        return _Failure(exit_code)
+    return _Failure(exit_code, " ".join(recorded["message"].split()), recorded["extraInfo"]["py_callstack"])
+
+
+def _error_file(logs: Path, rank: int) -> Path:
+    return logs / f"{rank}.json"
+
+
+def _signal(processes: Iterable[BaseProcess], number: signal.Signals) -> None:
+    """Sends a signal to ranks and what they have started."""
+    for process in processes:
+        if process.pid is not None and process.exitcode is None:
+            for send in (os.killpg, os.kill):  # a rank that has only begun has no group of its own
+                with suppress(ProcessLookupError):
+                    send(process.pid, number)
+
+
+def _verdict(relay: "_Relay", failures: Mapping[int, _Failure], failure_file: Path | None) -> int:
     """Reports how the ranks ended, unless they succeeded; returns the exit code."""
     if relay.killed:
         _say("killed; what was not saved yet is lost" if relay.saves else "killed")
@@ -137,64 +308,34 @@ def _verdict(relay: "_Relay", failures: "Mapping[int, ProcessFailure]", failure_
     if relay.name and not failures:
         _say(f"stopped by {relay.name}")
         return 1
-    if relay.name and _is_secondary(next(iter(failures.values()))):
+    if relay.name and next(iter(failures.values())).is_secondary:
         _say(f"stopped by {relay.name}{' before the ranks could save' if relay.saves else ''}")
         return 1
     return _report(failures, failure_file) if failures else 0
 
 
-def _agent(arguments: Sequence[str], ranks: int, logs: str) -> "LocalElasticAgent":
-    """torch's elastic agent for one host, with a store at a port that the kernel chose.
-
-    `elastic_launch` does the same but hides the ranks' process ids, so it can only end them within a fixed time, and a
-    save may take longer. Its c10d rendezvous costs 0.1 s more.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
-    # Multi-tenant: the rendezvous' own store of this address, in this process, is this very server.
-    store = TCPStore("127.0.0.1", 0, 1, True, multi_tenant=True, wait_for_workers=False)
-    rendezvous = StaticTCPRendezvous("127.0.0.1", store.port, 0, 1, f"{RUN_ID}-{os.getpid()}", 60)
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=ranks,
-        rdzv_handler=rendezvous,
-        entrypoint=sys.executable,
-        args=(*_safe_path(), *arguments),
-        max_restarts=0,
-        monitor_interval=0.1,
-        master_addr="127.0.0.1",
-        master_port=store.port,
-        local_addr="127.0.0.1",  # else the agent looks up the host's name: seconds where DNS is broken
-    )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs))
-
-
-def _safe_path() -> list[str]:
-    """`python -m` puts the working directory first on the path, where a user's random.py would shadow Python's.
-    The ranks get it only if this process has it.
-    """
-    return [] if {"", os.getcwd()} & set(sys.path) else ["-P"]
+@contextmanager
+def _held_back(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """These signals arrive only when the block has ended."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 class _Relay:
-    """Context manager that forwards a signal to the ranks as SIGTERM (a request to stop), and a second one as SIGKILL.
-    The agent's own handler would kill them after 30 seconds.
-    """
+    """Context manager that forwards a signal to the ranks as SIGTERM (a request to stop), and a second one as
+    SIGKILL."""
 
     def __init__(self, saves: bool) -> None:
         self.saves = saves
-        self.agent: LocalElasticAgent | None = None
+        self.ranks: Sequence[BaseProcess] = ()
         self.name = ""  # of the first signal
         self.killed = False
         self._first_at = 0.0
 
     def __enter__(self) -> Self:
-        # For the signals named here the agent would install handlers of its own when it starts the ranks.
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
         self._before = {number: signal.signal(number, self._pass_on) for number in RELAYED}
         return self
 
@@ -206,21 +347,19 @@ class _Relay:
         now = time.monotonic()
         if self.name and now - self._first_at < ECHO_SECONDS:
             return
-        workers = self.agent.get_worker_group().workers if self.agent else []
-        pids = [worker.id for worker in workers if worker.id is not None]
         self.killed = bool(self.name)
         if not self.name:
             self.name, self._first_at = signal.Signals(number).name, now
-        if not pids:
+        if not self.ranks:
             raise KeyboardInterrupt
-        if not self.killed and self.saves:
+        if self.killed:
+            _signal(self.ranks, signal.SIGKILL)
+            return
+        if self.saves:
             _say(f"{self.name}: the ranks finish their step and save; a second one kills them")
-        for pid in pids:
-            with suppress(ProcessLookupError):  # ended already
-                if self.killed:
-                    os.killpg(pid, signal.SIGKILL)
-                else:
-                    os.kill(pid, signal.SIGTERM)  # not its children: a rank may need them to save
+        for process in self.ranks:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, signal.SIGTERM)  # not its children: a rank may need them to save
 
 
 @contextmanager
@@ -294,43 +433,30 @@ def _told(error: BaseException) -> str:
     )
 
 
-def _report(failures: "Mapping[int, ProcessFailure]", failure_file: Path | None) -> int:
+def _report(failures: Mapping[int, _Failure], failure_file: Path | None) -> int:
     """One line about the rank that failed first, and its traceback in a file."""
-    # Failures are in the order in which the agent saw the ranks end. Its time stamps (whole seconds) are too coarse to
-    # separate the cause from its consequences, which are recognised by their messages.
-    rank, failure = min(failures.items(), key=lambda item: _is_secondary(item[1]))
-    message = _message(failure)
-    if message and failure.exitcode == 2:
-        _say(message)
+    # In the order in which the ranks were seen to end, which need not be that of cause and consequence: these are
+    # recognised by their messages.
+    rank, failure = min(failures.items(), key=lambda item: item[1].is_secondary)
+    if failure.message and failure.exit_code == 2:
+        _say(failure.message)
         return 2
-    if message:
+    if failure.message:
         where = ""
         if failure_file is not None:
             with suppress(OSError):  # perhaps a full disk is what the rank failed of
                 failure_file.parent.mkdir(parents=True, exist_ok=True)
-                failure_file.write_text(failure.error_file_data["message"]["extraInfo"]["py_callstack"])
+                failure_file.write_text(failure.trace)
                 where = f" (traceback: {failure_file})"
-        _say(f"rank {rank} failed: {message}{where}")
-    elif failure.exitcode < 0:
-        number = signal.Signals(-failure.exitcode)
+        _say(f"rank {rank} failed: {failure.message}{where}")
+    elif failure.exit_code < 0:
+        number = signal.Signals(-failure.exit_code)
         _say(f"rank {rank} was killed by {number.name}: {SIGNAL_HINTS.get(number, 'not by fivefold')}")
     else:
         _say(
-            f"rank {rank} ended with exit code {failure.exitcode} and recorded no reason; see its output above"
+            f"rank {rank} ended with exit code {failure.exit_code} and recorded no reason; see its output above"
         )
     return 1
-
-
-def _message(failure: "ProcessFailure") -> str:
-    """The error that the rank recorded, in one line; "" if none."""
-    recorded = failure.error_file_data["message"]
-    return " ".join(recorded["message"].split()) if isinstance(recorded, dict) else ""
-
-
-def _is_secondary(failure: "ProcessFailure") -> bool:
-    """Whether the rank ended because another one failed, or by a SIGTERM before its signal handler was installed."""
-    told_to_end = failure.exitcode == -signal.SIGTERM or failure.exitcode == 128 + signal.SIGTERM
-    return told_to_end or _is_consequence(_message(failure))
 
 
 def _is_consequence(message: str) -> bool:
@@ -353,17 +479,3 @@ def _rank_environment(environment: MutableMapping[str, str], ranks: int) -> Iter
     finally:
         environment.clear()
         environment.update(before)
-
-
-@contextmanager
-def _silence(name: str) -> Iterator[None]:
-    """Silences a logger and its children: torch logs up to 27 lines for one failure."""
-    logger = logging.getLogger(name)
-    before, quiet = logger.propagate, logging.NullHandler()
-    logger.propagate = False
-    logger.addHandler(quiet)
-    try:
-        yield
-    finally:
-        logger.propagate = before
-        logger.removeHandler(quiet)

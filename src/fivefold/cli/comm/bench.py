@@ -122,7 +122,8 @@ def start(ranks: int, words: list[str]) -> int:
     if ranks < 2:
         raise BadInput(f"--ranks {ranks}: collectives need two ranks at least")
     sys.stdout.flush()
-    return start_local(["-m", "fivefold", *words], ranks, saves=False)
+    imports = ["fivefold.trainer.comm"]
+    return start_local(["-m", "fivefold", *words], ranks, imports=imports, saves=False)
 
 
 def _request(arguments: argparse.Namespace) -> "Request":

@@ -16,7 +16,8 @@ SMALL, LARGE = 2, 4 << 20  # float32 elements: 8 bytes and 16 MiB
 def main() -> int:
     """Starts the ranks ("start"), or is one (its argument is the time of the start)."""
     if sys.argv[1:] == ["start"]:
-        return start_local(["-m", "fivefold.trainer.doctor.loopback", str(time.time())], RANKS, saves=False)
+        words = ["-m", "fivefold.trainer.doctor.loopback", str(time.time())]
+        return start_local(words, RANKS, imports=["fivefold.trainer.session"], saves=False)
     place = place_from(os.environ)
     assert place is not None
     with as_rank(place):
