@@ -1,7 +1,7 @@
 """Collectives between ranks of one host: shared memory beside gloo and OpenMPI, in turns within one run.
 
-python benchmarks/shm.py [--ranks 2 4] [--rounds 15]     # collectives
-python benchmarks/shm.py --steps [--sizes S1 tiny]       # steps of training, over shared memory and over gloo
+python benchmarks/shm.py [--ranks 2 4] [--primitives all_to_all] [--rounds 15]
+python benchmarks/shm.py --steps [--sizes S1 tiny] [--layouts "zero 3"]  # steps of training, over both transports
 
 OpenMPI takes part if mpirun and mpi4py are there. Each system has ranks of its own, which sleep while another has its
 turn: OpenMPI's started by mpirun, the others as `fivefold` starts them, as forks of one process. A time is the mean
@@ -21,13 +21,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -51,28 +51,31 @@ MACHINE = {"matmul": "highest", "malloc": "keep", "peak_flops": 1e11}  # for bot
 
 
 def main() -> None:
+    names = [system.layout for system in LAYOUTS]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--primitives", nargs="+", choices=PRIMITIVES, default=PRIMITIVES)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", action="store_true", help="steps of training instead of collectives")
     parser.add_argument("--sizes", nargs="+", choices=MODELS, default=["S1", "tiny"], help="for --steps")
+    parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="for --steps")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.port:
-        over_mpi(arguments.port, arguments.rounds)
+        over_mpi(arguments.port)
     elif arguments.steps:
-        training(arguments.sizes, arguments.rounds)
+        training(arguments.sizes, arguments.layouts, arguments.rounds)
     else:
         for ranks in arguments.ranks:
-            compare(ranks, arguments.rounds)
+            compare(ranks, arguments.primitives, arguments.rounds)
 
 
-def training(sizes: list[str], rounds: int) -> None:
+def training(sizes: Sequence[str], layouts: Sequence[str], rounds: int) -> None:
     """Prints milliseconds of a step of each layout over each transport."""
     print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores, {rounds} turns")
     print(f"{'size':<6}{'layout':<16}", *(f"{name:>6}: ms {'best':>7}" for name in TRANSPORTS))
     for size in sizes:
-        for system in LAYOUTS:
+        for system in [system for system in LAYOUTS if system.layout in layouts]:
             found: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
             with ExitStack() as stack:
                 running = {}
@@ -89,24 +92,18 @@ def training(sizes: list[str], rounds: int) -> None:
             print(f"{size:<6}{system.layout:<16}", *cells, " ", ratio, flush=True)
 
 
-def compare(ranks: int, rounds: int) -> None:
+def compare(ranks: int, primitives: Sequence[str], rounds: int) -> None:
     """Prints one table: the systems take turns, each in ranks of its own, which sleep between their turns."""
     from torch.distributed import TCPStore
 
     from fivefold.proof.ranks import Ranks
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    turns = {system: count() for system in ("OpenMPI", *TRANSPORTS)}
     with ExitStack() as stack:
         systems = []
         if shutil.which("mpirun") and find_spec("mpi4py"):
             systems.append("OpenMPI")
-            command = [
-                sys.executable,
-                __file__,
-                f"--ranks={ranks}",
-                f"--rounds={rounds}",
-                f"--port={store.port}",
-            ]
             mpirun = [
                 "mpirun",
                 "-n",
@@ -116,63 +113,67 @@ def compare(ranks: int, rounds: int) -> None:
                 "--bind-to",
                 "none",
             ]
-            stack.callback(subprocess.Popen([*mpirun, *command]).wait)
+            ended = subprocess.Popen([*mpirun, sys.executable, __file__, f"--port={store.port}"]).wait
+            stack.callback(ended)
         for system in TRANSPORTS:
             systems.append(system)
             started = stack.enter_context(Ranks(ranks, backend=None))
-            thread = Thread(
-                target=partial(started.run, timeout=PATIENCE.total_seconds()),
-                args=(over_torch, system, store.port, rounds),
-            )
+            run = partial(started.run, over_torch, system, store.port, timeout=PATIENCE.total_seconds())
+            thread = Thread(target=run)
             thread.start()
             stack.callback(thread.join)
+        stack.callback(lambda: [store.set(f"{system} {next(turns[system])}", "end") for system in systems])
         print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
         print(
             f"{'primitive':<15}{'bytes':>10}", *(f"{name:>9}: µs {'best':>8} {'GB/s':>6}" for name in systems)
         )
-        for primitive, size in product(PRIMITIVES, SIZES):
+        for primitive, size in product(primitives, SIZES):
             row: dict[str, list[float]] = {name: [] for name in systems}
             for turn in range(rounds):
                 for place in range(len(systems)):
                     system = systems[(turn + place) % len(systems)]
-                    name = f"{system} {primitive} {size} {turn}"
-                    store.set(name, "go")
+                    name = f"{system} {next(turns[system])}"
+                    store.set(name, f"{primitive} {size}")
                     answers = [store.get(f"{name} {rank}") for rank in range(ranks)]
                     row[system].append(max(map(float, answers)))
             print(report(primitive, size, ranks, row), flush=True)
 
 
-def serve(system: str, rank: int, ranks: int, store: Any, rounds: int, call: Call, barrier: Any) -> None:
+def serve(system: str, rank: int, ranks: int, store: Any, call: Call, barrier: Callable[[], object]) -> None:
     """One rank of a system: tells the mean seconds of a call in each of its turns."""
     import torch
 
     torch.set_num_threads(1)
-    for primitive, size in product(PRIMITIVES, SIZES):
-        numel = size // 4 // ranks * ranks
-        whole, other, part = torch.ones(numel), torch.ones(numel), torch.ones(numel // ranks)
-        out, source = {
-            "all_reduce": (whole, whole),
-            "reduce_scatter": (part, whole),
-            "all_gather": (whole, part),
-            "all_to_all": (other, whole),
-        }[primitive]
-        repeats = max(LEAST_CALLS, min(100, (1 << 24) // size))
-        for turn in range(rounds):
-            name = f"{system} {primitive} {size} {turn}"
-            store.wait([name])
-            for _ in range(WARM_UP_CALLS):
-                call(primitive, out, source)
-            barrier()
-            total = 0.0
-            for _ in range(repeats):
-                source.fill_(1.0)
-                before = time.perf_counter()
-                call(primitive, out, source)
-                total += time.perf_counter() - before
-            store.set(f"{name} {rank}", str(total / repeats))
+    order = ""
+    for turn in count():
+        name = f"{system} {turn}"
+        if (asked := store.get(name).decode()) != order:
+            order = asked
+            if order == "end":
+                return
+            primitive, size = order.split()
+            numel = int(size) // 4 // ranks * ranks
+            whole, other, part = torch.ones(numel), torch.ones(numel), torch.ones(numel // ranks)
+            out, source = {
+                "all_reduce": (whole, whole),
+                "reduce_scatter": (part, whole),
+                "all_gather": (whole, part),
+                "all_to_all": (other, whole),
+            }[primitive]
+            repeats = max(LEAST_CALLS, min(100, (1 << 24) // int(size)))
+        for _ in range(WARM_UP_CALLS):
+            call(primitive, out, source)
+        barrier()
+        total = 0.0
+        for _ in range(repeats):
+            source.fill_(1.0)
+            before = time.perf_counter()
+            call(primitive, out, source)
+            total += time.perf_counter() - before
+        store.set(f"{name} {rank}", str(total / repeats))
 
 
-def over_torch(rank: int, ranks: int, system: str, port: int, rounds: int) -> None:
+def over_torch(rank: int, ranks: int, system: str, port: int) -> None:
     """A rank over gloo or shared memory, started as `fivefold` starts its own."""
     import torch.distributed as dist
 
@@ -194,11 +195,11 @@ def over_torch(rank: int, ranks: int, system: str, port: int, rounds: int) -> No
         else:
             dist.all_to_all_single(out, source)
 
-    serve(system, rank, ranks, store, rounds, call, dist.barrier)
+    serve(system, rank, ranks, store, call, dist.barrier)
     dist.destroy_process_group()
 
 
-def over_mpi(port: int, rounds: int) -> None:
+def over_mpi(port: int) -> None:
     """A rank that mpirun started."""
     from mpi4py import MPI
     from torch.distributed import TCPStore
@@ -217,7 +218,7 @@ def over_mpi(port: int, rounds: int) -> None:
             world.Alltoall(source, out)
 
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    serve("OpenMPI", world.Get_rank(), world.Get_size(), store, rounds, call, world.Barrier)
+    serve("OpenMPI", world.Get_rank(), world.Get_size(), store, call, world.Barrier)
 
 
 def report(primitive: str, size: int, ranks: int, row: dict[str, list[float]]) -> str:
