@@ -179,15 +179,17 @@ class Exchange:
         for start, stop in rounds(longest, width):
             yield from self._open()
             slot = self._slot(self._rank)
+            size = stop - start
             for rank in self._others:
                 source = inputs[rank]
-                copy(slot + rank * width, source.address + start, within(start, stop, source.nbytes))
+                size = size if even else within(start, stop, source.nbytes)
+                copy(slot + rank * width, source.address + start, size)
             self._post(note)
-            size = within(start, stop, mine.nbytes)
+            size = size if even else within(start, stop, mine.nbytes)
             copy(outputs[self._rank].address + start, mine.address + start, size)
             for rank in self._others:
                 yield from self._met([rank], note)
-                size = within(start, stop, outputs[rank].nbytes)
+                size = size if even else within(start, stop, outputs[rank].nbytes)
                 copy(outputs[rank].address + start, self._slot(rank) + self._rank * width, size)
             self._close()
 
@@ -320,7 +322,7 @@ class Exchange:
 
 def rounds(length: int, most: int) -> Iterator[tuple[int, int]]:
     """Start and stop of pieces of at most so much."""
-    return pairwise([*range(0, length, most), length])
+    return pairwise((0, length) if 0 < length <= most else (*range(0, length, most), length))
 
 
 def within(start: int, stop: int, length: int) -> int:
@@ -329,10 +331,11 @@ def within(start: int, stop: int, length: int) -> int:
 
 
 # A note says in one word what a rank does: primitive, reduction, root and bytes.
+_NUMBERS = {primitive: number << 60 for number, primitive in enumerate(PRIMITIVES)}
 
 
 def _note(primitive: str, size: int, kind: Kind = Kind.SUM, root: int = 0) -> int:
-    return PRIMITIVES.index(primitive) << 60 | kind << 56 | root << 44 | size
+    return _NUMBERS[primitive] | kind << 56 | root << 44 | size
 
 
 def _read(note: int) -> str:

@@ -1,18 +1,20 @@
 """Stretches of contiguous tensors, as addresses: making a tensor of each takes longer than copying a small one."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-class Span:
+class Span(NamedTuple):
     """`numel` elements of a contiguous tensor from `start` on; the tensor stays alive with it."""
 
-    __slots__ = ("address", "nbytes", "numel", "start", "tensor")
-
-    def __init__(self, tensor: Tensor, start: int, numel: int, address: int, nbytes: int) -> None:
-        self.tensor, self.start, self.numel, self.address, self.nbytes = tensor, start, numel, address, nbytes
+    tensor: Tensor
+    start: int
+    numel: int
+    address: int
+    nbytes: int
 
     def vector(self) -> Tensor:
         """The elements in a row, apart from autograd."""
