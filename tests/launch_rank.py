@@ -2,13 +2,16 @@
 
     python launch_rank.py MODE STEPS
 
-MODE: "well", "raise", "raise-shm" (over shared memory), "raise-unrecorded" (on a full disk), "kill", "exit", "bad"
-(input), "slow" (saves for a long time when asked to stop).
+MODE: "well", "raise", "raise-shm" (over shared memory), "raise-unrecorded" (on a full disk), "kill" (leaving a child
+behind), "exit", "leave" (as if all were done), "bad" (input), "slow" (saves for a long time when asked to stop),
+"computes" (in threads), "exits" (and says so).
 Each rank prints what happens to it, so that the test can wait for it.
 """
 
+import atexit
 import os
 import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -55,6 +58,10 @@ def train(place: Place, mode: str, steps: int, stop: StopSignal) -> None:
             break
         if step == 1:
             say(place, f"steps as {place.launcher}")
+        if mode == "computes" and step == 0:
+            torch.ones(1 << 20).exp()
+        if mode == "exits" and step == 0:
+            atexit.register(say, place, "exits")
         if step == 2 and place.rank == 1:
             misbehave(mode)
         time.sleep(STEP_SECONDS)
@@ -67,7 +74,10 @@ def misbehave(mode: str) -> None:
         os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/full"
     if mode.startswith("raise"):
         raise RuntimeError("the loss is a banana\nand so is the gradient")
+    if mode == "leave":
+        os._exit(0)
     if mode == "kill":
+        subprocess.Popen(["sleep", "1000"])  # holds the pipes that the test reads
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "exit":
         os._exit(7)

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.trainer import machine
+from fivefold.config.errors import BadInput
+from fivefold.trainer import launch, machine
 from fivefold.trainer.place import RUN_ID, usable_cores
 from fivefold.trainer.stop import StopSignal
 from launch_environments import SRUN
@@ -28,7 +30,7 @@ if __name__ == "__main__":
     sys.exit(launch.start_local(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])))
 """
 AFRESH = LOCAL.replace(
-    "if __name__", "launch._context = lambda: multiprocessing.get_context('spawn')\nif __name__"
+    "if __name__", "launch.rank_context = lambda: multiprocessing.get_context('spawn')\nif __name__"
 )
 EITHER_WAY = pytest.mark.parametrize("program", [LOCAL, AFRESH], ids=["forks", "afresh"])
 """As forks of the launcher, and each as a new Python, as where there are GPUs."""
@@ -44,6 +46,7 @@ def started(*command: str, **environment: str) -> Iterator[subprocess.Popen[str]
     """A launcher, killed in the end if it should still be there."""
     process = subprocess.Popen(
         command,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -75,11 +78,11 @@ def end(process: subprocess.Popen[str], timeout: float = 60.0) -> tuple[int, str
 
 @EITHER_WAY
 def test_local_ranks(program: str) -> None:
-    with started(*local("well", program=program)) as process:
+    with started(*local("exits", program=program), TORCHELASTIC_RESTART_COUNT="left over") as process:
         code, output, errors = end(process)
     assert (code, errors) == (0, "")
-    steps = [f"rank {rank} of 2 steps as fivefold" for rank in range(2)]
-    assert sorted(output.splitlines()) == ["launcher ready", *steps]
+    lines = [f"rank {rank} of 2 {what}" for rank in range(2) for what in ("exits", "steps as fivefold")]
+    assert sorted(output.splitlines()) == ["launcher ready", *lines]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,7 @@ def test_local_ranks(program: str) -> None:
     [
         ("kill", 1, "fivefold: rank 1 was killed by SIGKILL: usually the kernel, out of memory"),
         ("exit", 1, "fivefold: rank 1 ended with exit code 7 and recorded no reason"),
+        ("leave", 1, "fivefold: rank 1 ended early, with exit code 0; rank 0 failed: RuntimeError: "),
         ("bad", 2, "fivefold: run.toml:3: batch.global_batch = 5: 2 ranks do not divide it"),
     ],
 )
@@ -112,6 +116,34 @@ def test_an_exception_is_told_in_one_line_and_its_traceback_kept(
     assert 'raise RuntimeError("the loss is a banana' in file.read_text()
 
 
+def test_ranks_compute_though_their_launcher_has_threads() -> None:
+    """GNU OpenMP in a fork waits forever for threads that the launcher had."""
+    computed = LOCAL.replace(
+        "    sys.exit(", "    import torch\n    torch.ones(1 << 20).exp()\n    sys.exit("
+    )
+    with started(*local("computes", program=computed), OMP_NUM_THREADS="2") as process:
+        code, _, errors = end(process)
+    assert (code, errors) == (0, "")
+
+
+def test_ranks_without_a_store_are_ended() -> None:
+    threadless = (
+        "import torch.distributed\n"
+        "def fail(*arguments, **named):\n    raise RuntimeError('Resource temporarily unavailable')\n"
+        "torch.distributed.TCPStore = fail\n"
+    )
+    with started(*local("well", FOREVER, program=threadless + LOCAL)) as process:
+        code, _, errors = end(process)  # when all have closed the pipes
+    assert code == 1
+    assert "cannot serve the store by which they meet: Resource temporarily unavailable" in errors
+
+
+def test_no_temporary_directory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    with pytest.raises(BadInput, match="no temporary directory for what ranks report"):
+        launch.start_local([RANK], 2)
+
+
 def test_an_exception_that_cannot_be_recorded_is_told_by_the_rank() -> None:
     with started(*local("raise-unrecorded")) as process:
         code, _, errors = end(process)
@@ -125,8 +157,9 @@ def test_an_exception_that_cannot_be_recorded_is_told_by_the_rank() -> None:
 @EITHER_WAY
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_ranks_save(program: str, number: signal.Signals) -> None:
-    with started(*local("well", FOREVER, program=program)) as process:
+    with started("nohup", *local("well", FOREVER, program=program)) as process:
         wait_for(process, "steps")
+        process.send_signal(signal.SIGHUP)  # ignored, thanks to nohup
         process.send_signal(number)
         process.send_signal(number)  # an echo, as when terminal and launcher both pass on a Ctrl-C
         code, output, errors = end(process)
@@ -165,6 +198,29 @@ def test_a_signal_before_the_ranks_run(seconds: float) -> None:
     assert output.count("saved") == output.count("saves")  # not even one step is needed for that
     assert "fivefold: stopped by SIGINT" in errors.splitlines()[-1]
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        LOCAL.replace("Path(sys.argv[2])", "imports=['stubborn']"),
+        "from fivefold.cli.extras import load_torch\nload_torch('stubborn')",
+    ],
+    ids=["launcher", "command"],
+)
+def test_a_signal_ends_an_import_that_ignores_exceptions(program: str, tmp_path: Path) -> None:
+    """As some of torch's and numpy's do; in its C++ an exception aborts."""
+    (tmp_path / "stubborn.py").write_text(
+        "import time\n"
+        "print('imports', flush=True)\n"
+        "while True:\n    try:\n        time.sleep(60)\n    except BaseException:\n        pass\n"
+    )
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TMPDIR": str(tmp_path)}
+    with started(*local("well", program=program), **environment) as process:
+        wait_for(process, "imports")
+        process.send_signal(signal.SIGINT)
+        assert end(process) == (1, "", "fivefold: stopped by SIGINT\n")
+    assert not list(tmp_path.glob("fivefold-*"))
 
 
 @pytest.mark.full
@@ -243,6 +299,21 @@ def test_the_working_directory_shadows_nothing(switches: list[str], succeeds: bo
     assert (subprocess.run(start, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0) == succeeds
 
 
+def test_closed_streams_are_no_files_of_ours(tmp_path: Path) -> None:
+    """Else what is printed would go into the first file that is opened: a checkpoint, say."""
+    program = (
+        "import os, sys\n"
+        "from fivefold.cli.main import main\n"
+        "main(['--version'])\n"
+        "opened = open('checkpoint', 'wb')\n"
+        "os.system('echo printed; echo printed >&2')\n"
+        "print('printed', flush=True)\n"
+        "sys.exit(0 if opened.fileno() > 2 and not os.path.getsize('checkpoint') else 1)\n"
+    )
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
+    assert subprocess.run(closing, cwd=tmp_path, timeout=60).returncode == 0
+
+
 # Other launchers, really
 
 
@@ -254,7 +325,11 @@ def test_a_rank_computes_on_its_share() -> None:
         "with as_rank(place_from(os.environ)):\n"
         "    print(torch.get_num_threads())\n"
     )
-    for environment, threads in ((SRUN, max(1, usable_cores() // 2)), (SRUN | {"OMP_NUM_THREADS": "2"}, 2)):
+    for environment, threads in (
+        (SRUN, max(1, usable_cores() // 2)),
+        (SRUN | {"OMP_NUM_THREADS": "2"}, 2),
+        (SRUN | {"OMP_NUM_THREADS": ""}, max(1, usable_cores() // 2)),
+    ):
         clean = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, env=clean | environment
@@ -322,7 +397,7 @@ def test_real_srun() -> None:
 # Stopping
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_stop_signal_notes_the_first_and_restores(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:
@@ -333,6 +408,17 @@ def test_stop_signal_notes_the_first_and_restores(number: signal.Signals) -> Non
         assert stop
         assert stop.name == number.name
     assert signal.getsignal(number) is before
+
+
+def test_stop_signal_leaves_ignored_what_nohup_ignores() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            stop.listen()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_later_interrupt_ends_the_process() -> None:

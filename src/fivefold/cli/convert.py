@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from fivefold.cli.arguments import add_debug_argument
-from fivefold.cli.extras import require_torch
+from fivefold.cli.extras import load_torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Converts in this one process, whatever layout the run had."""
-    require_torch()
+    load_torch("fivefold.trainer.convert")
     from fivefold.trainer.convert import convert
 
     print(f"{arguments.target}: {convert(Path(arguments.source), Path(arguments.target))}")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument, number, whole_number
-from fivefold.cli.extras import require_torch
+from fivefold.cli.extras import load_torch
 from fivefold.config.errors import BadInput
 from fivefold.trainer.directory import check_run
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.prompt.encode()
     except UnicodeEncodeError:
         raise BadInput("--prompt: not UTF-8; give text, and set a UTF-8 locale if this is text") from None
-    require_torch()
+    load_torch("fivefold.trainer.generate")
     from fivefold.trainer.generate import write_text
 
     text = write_text(

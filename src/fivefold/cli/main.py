@@ -1,6 +1,7 @@
 """The `fivefold` command: finds the module of a command, turns errors into one line and an exit code."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 = done, 1 = ran and the answer is no, 2 = bad input, told in one line on stderr.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    _fill_standard_streams()
     try:
         return _dispatch(words)
     except BadInput as error:
@@ -65,6 +67,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:
         return 1
+
+
+def _fill_standard_streams() -> None:
+    """Opens /dev/null as the standard streams that are closed: the next file to be opened would become what libraries,
+    and the processes started here, print into."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(opened, True)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def _say(problem: str) -> None:

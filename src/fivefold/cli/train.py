@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fivefold.cli.arguments import add_config_arguments
-from fivefold.cli.extras import require_torch
+from fivefold.cli.extras import load_torch, require_torch
 from fivefold.config.errors import BadInput, RunFailed
 from fivefold.config.load import load
 from fivefold.config.tree import Config
@@ -62,6 +62,7 @@ def _run(arguments: argparse.Namespace, place: "Place | None") -> int:
         directory = _check_inputs(resolved.config, arguments.resume, arguments.account)
         if resolved.mesh.world_size > 1:
             return _start(arguments, resolved.mesh.world_size, directory)
+    load_torch(*WORKER)
     if arguments.account:
         return _account(resolved, place)
 

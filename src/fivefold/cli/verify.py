@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fivefold.cli.arguments import add_config_arguments, add_json_argument, new_file, whole_number
-from fivefold.cli.extras import require_torch
+from fivefold.cli.extras import load_torch
 from fivefold.config.errors import BadInput
 from fivefold.config.load import load
 from fivefold.config.tree import Config
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, arguments.overrides)
     layouts, ranks = _layouts(arguments, config)
     known = _known(arguments.save)
-    require_torch()
+    load_torch("fivefold.proof.verify")
     from fivefold.proof.verify import Verifier
     from fivefold.trainer.compiler import check_compiler
 

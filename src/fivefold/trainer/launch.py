@@ -6,11 +6,9 @@ and ends ranks that take longer than 30 seconds to save.
 
 import ctypes
 import fcntl
-import gc
 import json
 import os
 import platform
-import runpy
 import shutil
 import signal
 import socket
@@ -22,19 +20,28 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import connection, get_context
-from multiprocessing.context import ForkContext, SpawnContext
+from itertools import takewhile
+from multiprocessing import connection
+from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from fivefold.config.errors import HAS_DIED, BadInput, RunFailed
-from fivefold.trainer.place import RUN_ID, Place, threads_of_rank, usable_cores
-from fivefold.trainer.stop import ECHO_SECONDS
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from fivefold.trainer.place import Place, threads_of_rank, usable_cores
+from fivefold.trainer.rank_processes import (
+    RELAYED,
+    end,
+    end_children,
+    error_file,
+    held_back,
+    rank_context,
+    send,
+    serve,
+    start_ranks,
+)
+from fivefold.trainer.stop import ECHO_SECONDS, heeded
 
 MOST_RANKS_PER_CORE = 32
 """Learning how 64 ranks work on a laptop is fine; a thousand processes are a mistake."""
@@ -42,8 +49,9 @@ _UNLOCKED_SECONDS = 60.0
 """A directory older than this and not locked is left by a launcher that was killed."""
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 30.0
-"""When a rank has failed, the others may take so long to end after they were asked to."""
-RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""When a rank has failed, the others may take so long to end after they were asked to. And when one has ended well and
+others go on for longer, a line says so."""
+_NAMED = 8  # ranks in a line
 # Messages of ranks that failed only because another rank is gone.
 CONSEQUENCES = (
     "Connection closed by peer",
@@ -91,22 +99,22 @@ def start_local(
     with (
         _logs() as logs,
         _rank_environment(os.environ, ranks),
-        _Relay(saves) as relay,
+        _Relay(saves, logs) as relay,
         socket.create_server(("127.0.0.1", 0), backlog=max(128, ranks)) as listener,
     ):
-        failures: dict[int, _Failure] = {}
-        with suppress(KeyboardInterrupt):  # of the relay: no rank had started yet
-            context = _context()
+        try:
+            context = rank_context()
             if isinstance(context, ForkContext):
                 for module in imports:
                     import_module(module)
-            with _held_back(RELAYED):
-                relay.ranks = _start(context, arguments, ranks, listener, Path(logs))
-        if relay.ranks:
-            store = _serve(listener)
-            failures = _wait(relay.ranks, Path(logs))
+            with held_back(RELAYED):
+                relay.ranks = start_ranks(context, arguments, ranks, listener, logs)
+            store = serve(listener)
+            ends = _wait(relay.ranks, logs)
             del store
-        return _verdict(relay, failures, failure_file)
+        finally:
+            end(relay.ranks)
+        return _verdict(relay, ends, failure_file)
 
 
 def check_count(ranks: int) -> None:
@@ -120,19 +128,33 @@ def check_count(ranks: int) -> None:
 
 
 @contextmanager
-def _logs() -> Iterator[str]:
-    """A temporary directory for what the agent writes, locked as long as this process lives. Those of launchers that
-    were killed on this host, which no one has locked, are removed.
+def _logs() -> Iterator[Path]:
+    """A temporary directory for what ranks that fail write, locked as long as this process or a rank lives. Those of
+    launchers that were killed on this host, which no one has locked, are removed.
+
+    Raises:
+        BadInput: there is no place for it.
     """
     prefix = f"fivefold-ranks-{platform.node()}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    try:
+        directory = Path(tempfile.gettempdir())
+        made = Path(
+            tempfile.mkdtemp(prefix=prefix)
+        )  # no TemporaryDirectory: a fork that ends would remove it
+    except OSError as error:
+        raise BadInput(
+            f"no temporary directory for what ranks report: {error.strerror}; set TMPDIR to a place that can be "
+            "written"
+        ) from None
+    for left in directory.glob(f"{prefix}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _UNLOCKED_SECONDS:
                 with _locked(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as made, ExitStack() as held:
+    with ExitStack() as held:
+        held.callback(shutil.rmtree, made, ignore_errors=True)
         with suppress(OSError):  # a file system without locks: there no one else removes it either
-            held.enter_context(_locked(Path(made), fcntl.LOCK_EX))
+            held.enter_context(_locked(made, fcntl.LOCK_EX))
         yield made
 
 
@@ -152,7 +174,7 @@ def _locked(directory: Path, operation: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _End:
     """How a rank ended: its exit code, or minus the number of the signal, and what it recorded, if anything."""
 
     exit_code: int
@@ -166,142 +188,49 @@ class _Failure:
         return told_to_end or _is_consequence(self.message)
 
 
-def _context() -> ForkContext | SpawnContext:
-    """How ranks start: as forks of this process, where no library of an accelerator may have made something that a fork
-    cannot use; else each as a new Python.
-
-    With forks torch is imported once. And they have everything at the same addresses, so a core that several of them
-    share predicts the branches of one as it learned them from another: collectives of 64 KiB between four ranks on two
-    cores take two thirds of the time.
-    """
-    import torch
-
-    forks = sys.platform == "linux" and torch.accelerator.current_accelerator() is None
-    return get_context("fork") if forks else get_context("spawn")
-
-
-def _start(
-    context: ForkContext | SpawnContext,
-    arguments: Sequence[str],
-    ranks: int,
-    listener: socket.socket,
-    logs: Path,
-) -> list[BaseProcess]:
-    """Starts the ranks, which are to find their store where `listener` listens.
-
-    Raises:
-        BadInput: the system allows no more processes.
-    """
-    forks = isinstance(context, ForkContext)
-    gc.freeze()  # what is there now is not to be written to, and so copied, when a rank collects its garbage
-    inherited = listener if forks else None
-    processes: list[BaseProcess] = []
-    try:
-        for rank in range(ranks):
-            place = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "GROUP_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(listener.getsockname()[1]),
-                "TORCHELASTIC_RUN_ID": f"{RUN_ID}-{os.getpid()}",
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_ERROR_FILE": str(_error_file(logs, rank)),
-            }
-            process = context.Process(target=_be, args=(arguments, os.environ | place, inherited))
-            process.start()
-            processes.append(process)
-    except OSError as error:
-        _signal(processes, signal.SIGKILL)
-        raise BadInput(f"{ranks} local ranks: cannot start rank {len(processes)}: {error.strerror}") from None
-    finally:
-        gc.unfreeze()
-    return processes
-
-
-def _be(arguments: Sequence[str], environment: Mapping[str, str], inherited: socket.socket | None) -> None:
-    """The life of one rank, in its own process: what `python` with these arguments does."""
-    os.setsid()
-    for number in RELAYED:
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)
-    os.environ.clear()
-    os.environ.update(environment)
-    if inherited is not None:
-        inherited.close()  # else someone would seem to listen when the launcher is gone
-        _set_threads(os.environ["OMP_NUM_THREADS"])
-    if arguments[0] == "-m":
-        sys.argv = list(arguments[1:])
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = list(arguments)
-        runpy.run_path(arguments[0], run_name="__main__")
-
-
-def _set_threads(text: str) -> None:
-    """As libraries do that find it in OMP_NUM_THREADS when they are loaded."""
-    import torch
-
-    if text.isdigit() and int(text) > 0:
-        torch.set_num_threads(int(text))
-
-
-def _serve(listener: socket.socket) -> "TCPStore":
-    """The store of the ranks, as long as it is held. Begun after the ranks were forked, since it has a thread."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-
-
-def _wait(processes: Sequence[BaseProcess], logs: Path) -> dict[int, _Failure]:
-    """Waits for the ranks to end, and ends all when one fails; the failures by rank, in the order they came."""
-    failures: dict[int, _Failure] = {}
+def _wait(processes: Sequence[BaseProcess], logs: Path) -> dict[int, _End]:
+    """Waits for the ranks to end, and ends all when one fails; how they ended by rank, in the order they did."""
+    ends: dict[int, _End] = {}
     running = dict(enumerate(processes))
-    deadline = float("inf")
+    deadline = remind_at = float("inf")
     while running:
         connection.wait([process.sentinel for process in running.values()], _LOOK_SECONDS)
+        now = time.monotonic()
         for rank, process in list(running.items()):
             if process.exitcode is not None:
                 del running[rank]
+                ends[rank] = _end(process.exitcode, error_file(logs, rank))
+                remind_at = min(remind_at, now + _GRACE_SECONDS)
                 if process.exitcode != 0:
-                    failures[rank] = _failure(process.exitcode, _error_file(logs, rank))
-        if failures and deadline == float("inf"):
-            deadline = time.monotonic() + _GRACE_SECONDS
-            _signal(running.values(), signal.SIGTERM)
-        if time.monotonic() > deadline:
-            _signal(running.values(), signal.SIGKILL)
-    return failures
+                    end_children(process)
+                    if deadline == float("inf"):
+                        deadline = now + _GRACE_SECONDS
+                        send(running.values(), signal.SIGTERM)
+        if now > deadline:
+            send(running.values(), signal.SIGKILL)
+        elif now > remind_at and running:
+            remind_at = float("inf")
+            _say(f"{_names(ends)} ended with exit code 0, and {_names(running)} has not; Ctrl-C ends it")
+    return ends
 
 
-def _failure(exit_code: int, error_file: Path) -> _Failure:
+def _names(ranks: Iterable[int]) -> str:
+    """ "rank 0, 2"; of many the first."""
+    listed = sorted(ranks)
+    return f"rank {', '.join(map(str, listed[:_NAMED]))}{', …' * (len(listed) > _NAMED)}"
+
+
+def _end(exit_code: int, recorded_in: Path) -> _End:
     try:
-        recorded = json.loads(error_file.read_text())["message"]
+        recorded = json.loads(recorded_in.read_text())["message"]
     except (OSError, ValueError):
-        return _Failure(exit_code)
-    return _Failure(exit_code, " ".join(recorded["message"].split()), recorded["extraInfo"]["py_callstack"])
+        return _End(exit_code)
+    return _End(exit_code, " ".join(recorded["message"].split()), recorded["extraInfo"]["py_callstack"])
 
 
-def _error_file(logs: Path, rank: int) -> Path:
-    return logs / f"{rank}.json"
-
-
-def _signal(processes: Iterable[BaseProcess], number: signal.Signals) -> None:
-    """Sends a signal to ranks and what they have started."""
-    for process in processes:
-        if process.pid is not None and process.exitcode is None:
-            for send in (os.killpg, os.kill):  # a rank that has only begun has no group of its own
-                with suppress(ProcessLookupError):
-                    send(process.pid, number)
-
-
-def _verdict(relay: "_Relay", failures: Mapping[int, _Failure], failure_file: Path | None) -> int:
+def _verdict(relay: "_Relay", ends: Mapping[int, _End], failure_file: Path | None) -> int:
     """Reports how the ranks ended, unless they succeeded; returns the exit code."""
+    failures = {rank: found for rank, found in ends.items() if found.exit_code != 0}
     if relay.killed:
         _say("killed; what was not saved yet is lost" if relay.saves else "killed")
         return 1
@@ -311,32 +240,23 @@ def _verdict(relay: "_Relay", failures: Mapping[int, _Failure], failure_file: Pa
     if relay.name and next(iter(failures.values())).is_secondary:
         _say(f"stopped by {relay.name}{' before the ranks could save' if relay.saves else ''}")
         return 1
-    return _report(failures, failure_file) if failures else 0
-
-
-@contextmanager
-def _held_back(signals: Iterable[signal.Signals]) -> Iterator[None]:
-    """These signals arrive only when the block has ended."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    return _report(failures, _early(ends), failure_file) if failures else 0
 
 
 class _Relay:
     """Context manager that forwards a signal to the ranks as SIGTERM (a request to stop), and a second one as
-    SIGKILL."""
+    SIGKILL. While there are no ranks, a signal ends this process."""
 
-    def __init__(self, saves: bool) -> None:
+    def __init__(self, saves: bool, logs: Path) -> None:
         self.saves = saves
+        self._logs = logs
         self.ranks: Sequence[BaseProcess] = ()
         self.name = ""  # of the first signal
         self.killed = False
         self._first_at = 0.0
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._pass_on) for number in RELAYED}
+        self._before = {number: signal.signal(number, self._pass_on) for number in heeded(RELAYED)}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -351,9 +271,12 @@ class _Relay:
         if not self.name:
             self.name, self._first_at = signal.Signals(number).name, now
         if not self.ranks:
-            raise KeyboardInterrupt
+            # An exception would pass through what is being imported: C++ aborts, and some code takes it and goes on.
+            _say(f"stopped by {self.name}")
+            shutil.rmtree(self._logs, ignore_errors=True)
+            os._exit(1)
         if self.killed:
-            _signal(self.ranks, signal.SIGKILL)
+            send(self.ranks, signal.SIGKILL)
             return
         if self.saves:
             _say(f"{self.name}: the ranks finish their step and save; a second one kills them")
@@ -382,8 +305,9 @@ def as_rank(place: Place | None, *, debug: bool = False) -> Iterator[None]:
         raise
     except BaseException as error:  # CheckpointException, for example, is not an Exception
         _record(place, error, debug)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more, perhaps
+                stream.flush()
         # A regular exit would take process groups down while collectives are in flight, which aborts or hangs.
         os._exit(2 if isinstance(error, BadInput) else 1)
 
@@ -433,7 +357,14 @@ def _told(error: BaseException) -> str:
     )
 
 
-def _report(failures: Mapping[int, _Failure], failure_file: Path | None) -> int:
+def _early(ends: Mapping[int, _End]) -> str:
+    """Ranks that left the others before any failed, if nothing else explains why they did: "rank 1 ended …; "."""
+    left = list(takewhile(lambda rank: ends[rank].exit_code == 0, ends))
+    explained = any(found.exit_code != 0 and not found.is_secondary for found in ends.values())
+    return f"{_names(left)} ended early, with exit code 0; " if left and not explained else ""
+
+
+def _report(failures: Mapping[int, _End], early: str, failure_file: Path | None) -> int:
     """One line about the rank that failed first, and its traceback in a file."""
     # In the order in which the ranks were seen to end, which need not be that of cause and consequence: these are
     # recognised by their messages.
@@ -448,7 +379,7 @@ def _report(failures: Mapping[int, _Failure], failure_file: Path | None) -> int:
                 failure_file.parent.mkdir(parents=True, exist_ok=True)
                 failure_file.write_text(failure.trace)
                 where = f" (traceback: {failure_file})"
-        _say(f"rank {rank} failed: {failure.message}{where}")
+        _say(f"{early}rank {rank} failed: {failure.message}{where}")
     elif failure.exit_code < 0:
         number = signal.Signals(-failure.exit_code)
         _say(f"rank {rank} was killed by {number.name}: {SIGNAL_HINTS.get(number, 'not by fivefold')}")
@@ -471,7 +402,9 @@ def _say(line: str) -> None:
 def _rank_environment(environment: MutableMapping[str, str], ranks: int) -> Iterator[None]:
     """Environment variables for ranks on one host, unless the user has set them."""
     before = dict(environment)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    environment["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS") or str(
+        max(1, usable_cores() // ranks)
+    )
     # Else gloo looks up the host's name, which fails in many containers.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     try:

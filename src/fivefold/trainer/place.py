@@ -111,7 +111,7 @@ def threads_of_rank(environment: Mapping[str, str], place: Place) -> int | None:
 
     Without this, every rank under srun and mpirun would start a thread per core of the host.
     """
-    if "OMP_NUM_THREADS" in environment:
+    if environment.get("OMP_NUM_THREADS"):
         return None
     if place.launcher == "srun" and "SLURM_CPUS_PER_TASK" in environment:
         return _number(environment, "SLURM_CPUS_PER_TASK")

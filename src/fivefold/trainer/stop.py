@@ -5,20 +5,30 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 # SIGUSR1 is what `sbatch --signal=USR1@300` sends before a time limit, and what OpenMPI's mpirun passes on as it
 # is; on SIGTERM and SIGINT mpirun leaves its ranks one second.
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # One Ctrl-C may reach a rank twice, by its terminal and by its launcher; a person who presses it again
 # later means it.
 ECHO_SECONDS = 2.0
 
 
+def heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those to react to: all but a SIGHUP that this process was started to ignore, by nohup."""
+    return [
+        number
+        for number in signals
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+
 class StopSignal:
-    """After `listen`, SIGTERM, SIGINT and SIGUSR1 set a flag instead of ending the process; a context manager for the
-    main thread.
+    """After `listen`, SIGTERM, SIGINT, SIGHUP (a terminal that was closed) and SIGUSR1 set a flag instead of ending the
+    process; a context manager for the main thread.
 
     The run tests it once per step (`if stop:`), and the ranks agree on it. A SIGINT more than two seconds after the
     first signal ends the process immediately, without a save, with exit code 130.
@@ -40,7 +50,7 @@ class StopSignal:
     def listen(self) -> None:
         """Installs the handlers. To be called when there is something to save: before that, such as during an hour of
         tokenizing, a signal should end the process immediately."""
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._note) for number in heeded(SIGNALS)}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
 from fivefold.cli.comm.sizes import check_memory, read_sizes
-from fivefold.cli.extras import require_torch
+from fivefold.cli.extras import load_torch
 from fivefold.config.errors import BadInput, RunFailed, did_you_mean
 from fivefold.config.tree import Cluster
 from fivefold.ledger.hardware import load_hardware
@@ -58,7 +58,7 @@ def add_ranks_argument(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0 = done, 1 = some element was wrong."""
-    require_torch()
+    load_torch("fivefold.trainer.comm")
     from fivefold.trainer.launch import as_rank
     from fivefold.trainer.place import place_from
 

@@ -16,7 +16,7 @@ import tomli_w
 from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
 from fivefold.cli.comm.bench import add_ranks_argument, check_room, progress, start, sys_words
 from fivefold.cli.comm.sizes import read_sizes
-from fivefold.cli.extras import require_torch
+from fivefold.cli.extras import load_torch, require_torch
 from fivefold.config.errors import BadInput
 from fivefold.ledger.hardware import kind
 from fivefold.render.comm import calibration_text
@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         sizes, hardware, output = read_sizes(arguments.sizes), kind(arguments.kind), arguments.output
         if len(sizes) < 3:
             raise BadInput(f"--sizes {arguments.sizes}: a fit needs three sizes at least, e.g. {SIZES}")
+        load_torch("fivefold.trainer.comm")
         check_room(sizes, arguments.ranks, place, 7)  # as many as bench has of one algorithm
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
