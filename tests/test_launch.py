@@ -94,8 +94,8 @@ def test_local_ranks(program: str) -> None:
         ("bad", 2, "fivefold: run.toml:3: batch.global_batch = 5: 2 ranks do not divide it"),
     ],
 )
-def test_a_failed_rank_is_told_in_one_line(mode: str, code: int, line: str) -> None:
-    with started(*local(mode)) as process:
+def test_a_failed_rank_is_told_in_one_line(mode: str, code: int, line: str, tmp_path: Path) -> None:
+    with started(*local(mode, failure_file=str(tmp_path / "failure.txt"))) as process:
         returned, _, errors = end(process)
     assert returned == code
     assert len(errors.splitlines()) == 1, errors

@@ -72,14 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fill_standard_streams() -> None:
     """Opens /dev/null as the standard streams that are closed: the next file to be opened would become what libraries,
     and the processes started here, print into."""
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, as these are
             os.set_inheritable(opened, True)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+            setattr(sys, name, os.fdopen(opened, mode, encoding="utf-8", closefd=False))
 
 
 def _say(problem: str) -> None:
