@@ -8,8 +8,8 @@ turn: those of "gloo" and "shm" are forks of one process, as `fivefold` starts t
 Python of its own, as torchrun, srun and mpirun start them, mpirun OpenMPI's. A time is the mean over a turn's calls,
 of the slowest rank, as nccl-tests and the OSU benchmarks count, after as many calls to warm up as the former makes; of
 these the median over the turns, and the best, which other processes on the machine disturb least. A ratio is the median
-of the turns' ratios. Bus bandwidth is bytes over time, times 2(n-1)/n for all_reduce and (n-1)/n for the others. What is
-sent is written anew before each call, as in training: else who reads it where it lies (OpenMPI) finds it in its own
+of the turns' ratios. Bus bandwidth is bytes over time, times 2(n-1)/n for all_reduce and (n-1)/n for the others. What
+is sent is written anew before each call, as in training: else who reads it where it lies (OpenMPI) finds it in its own
 cache after the first call.
 
 Steps are of two ranks, float32, one thread each, of the sizes in side_by_side/sizes.py. Both transports' ranks are
