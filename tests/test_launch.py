@@ -30,7 +30,7 @@ if __name__ == "__main__":
     sys.exit(launch.start_local(sys.argv[3:], int(sys.argv[1]), Path(sys.argv[2])))
 """
 AFRESH = LOCAL.replace(
-    "if __name__", "launch.rank_context = lambda: multiprocessing.get_context('spawn')\nif __name__"
+    "if __name__", "launch.rank_context = lambda imports: multiprocessing.get_context('spawn')\nif __name__"
 )
 EITHER_WAY = pytest.mark.parametrize("program", [LOCAL, AFRESH], ids=["forks", "afresh"])
 """As forks of the launcher, and each as a new Python, as where there are GPUs."""

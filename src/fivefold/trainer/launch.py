@@ -19,10 +19,8 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import takewhile
 from multiprocessing import connection
-from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -103,10 +101,7 @@ def start_local(
         socket.create_server(("127.0.0.1", 0), backlog=max(128, ranks)) as listener,
     ):
         try:
-            context = rank_context()
-            if isinstance(context, ForkContext):
-                for module in imports:
-                    import_module(module)
+            context = rank_context(imports)
             with held_back(RELAYED):
                 relay.ranks = start_ranks(context, arguments, ranks, listener, logs)
             store = serve(listener)
@@ -138,9 +133,8 @@ def _logs() -> Iterator[Path]:
     prefix = f"fivefold-ranks-{platform.node()}-"
     try:
         directory = Path(tempfile.gettempdir())
-        made = Path(
-            tempfile.mkdtemp(prefix=prefix)
-        )  # no TemporaryDirectory: a fork that ends would remove it
+        # No TemporaryDirectory: a rank that ends, being a fork, would remove it.
+        made = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
     except OSError as error:
         raise BadInput(
             f"no temporary directory for what ranks report: {error.strerror}; set TMPDIR to a place that can be "
@@ -208,7 +202,7 @@ def _wait(processes: Sequence[BaseProcess], logs: Path) -> dict[int, _End]:
                         send(running.values(), signal.SIGTERM)
         if now > deadline:
             send(running.values(), signal.SIGKILL)
-        elif now > remind_at and running:
+        elif now > remind_at and deadline == float("inf") and running:
             remind_at = float("inf")
             _say(f"{_names(ends)} ended with exit code 0, and {_names(running)} has not; Ctrl-C ends it")
     return ends

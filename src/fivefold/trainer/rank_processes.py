@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -28,18 +29,25 @@ RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """The signals that a launcher passes on to its ranks."""
 
 
-def rank_context() -> ForkContext | SpawnContext:
+def rank_context(imports: Iterable[str]) -> ForkContext | SpawnContext:
     """How ranks start: as forks of this process, where no library of an accelerator may have made something that a fork
     cannot use, and no thread would be missing in it; else each as a new Python.
 
     With forks torch is imported once. And they have everything at the same addresses, so a core that several of them
     share predicts the branches of one as it learned them from another: collectives of 64 KiB between four ranks on two
     cores take two thirds of the time.
+
+    Args:
+        imports: modules that forks will need, which this process imports for them.
     """
     import torch
 
-    forks = sys.platform == "linux" and torch.accelerator.current_accelerator() is None and _has_one_thread()
-    return get_context("fork") if forks else get_context("spawn")
+    if sys.platform == "linux" and torch.accelerator.current_accelerator() is None:
+        for module in imports:
+            import_module(module)
+        if _has_one_thread():
+            return get_context("fork")
+    return get_context("spawn")
 
 
 def _has_one_thread() -> bool:
@@ -53,7 +61,10 @@ def _has_one_thread() -> bool:
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    return len(os.listdir("/proc/self/task")) == 1
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:  # no /proc
+        return False
 
 
 def start_ranks(

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         request = _request(arguments)
         check_room(request.sizes, arguments.ranks, place, _buffers(request))
         if place is None:
-            return start(arguments.ranks, sys_words(arguments))
+            return start(arguments.ranks, arguments.per_host, sys_words(arguments))
         return _rank(arguments, request, place)
 
 
@@ -111,16 +111,20 @@ def sys_words(arguments: argparse.Namespace) -> list[str]:
     return words
 
 
-def start(ranks: int, words: list[str]) -> int:
+def start(ranks: int, per_host: int, words: list[str]) -> int:
     """Starts local ranks with these arguments.
 
     Raises:
-        BadInput: too few to communicate.
+        BadInput: too few to communicate, or they do not fill hosts of `per_host` ranks (0: there is one host).
     """
     from fivefold.trainer.launch import start_local
 
     if ranks < 2:
         raise BadInput(f"--ranks {ranks}: collectives need two ranks at least")
+    if per_host and ranks % per_host:
+        raise BadInput(
+            f"--per-host {per_host}: {ranks} ranks do not fill such hosts; give a divisor of {ranks}"
+        )
     sys.stdout.flush()
     imports = ["fivefold.trainer.comm"]
     return start_local(["-m", "fivefold", *words], ranks, imports=imports, saves=False)

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         load_torch("fivefold.trainer.comm")
         check_room(sizes, arguments.ranks, place, 7)  # as many as bench has of one algorithm
         if place is None:
-            return start(arguments.ranks, sys_words(arguments))
+            return start(arguments.ranks, arguments.per_host, sys_words(arguments))
         from fivefold.collectives.calibrate import Sizes
         from fivefold.trainer import machine
         from fivefold.trainer.comm import as_rows, calibrated_hardware, calibration, join

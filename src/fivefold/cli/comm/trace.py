@@ -4,16 +4,16 @@ import argparse
 import json
 
 from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
-from fivefold.config.errors import BadInput
+from fivefold.config.errors import BadInput, did_you_mean
 from fivefold.ledger.programs.catalogue import PRIMITIVES, PROGRAMS, Setting, program
 from fivefold.render.program import program_page, program_text
 
 MOST_RANKS = 64
+MOST_PIECES = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = sorted({name for programs in PROGRAMS.values() for name in programs})
-    parser.add_argument("algorithm", metavar="ALGORITHM", help=", ".join(names))
+    parser.add_argument("algorithm", metavar="ALGORITHM", help=", ".join(_algorithms()))
     parser.add_argument("--primitive", choices=PRIMITIVES, help="default: the first that has the algorithm")
     parser.add_argument("--ranks", type=whole_number, default=4, help="default 4")
     parser.add_argument(
@@ -32,10 +32,12 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks
     if not 1 <= ranks <= MOST_RANKS:
         raise BadInput(f"--ranks {ranks}: a drawing has 1 to {MOST_RANKS} ranks")
+    if not 1 <= arguments.pieces <= MOST_PIECES:
+        raise BadInput(f"--pieces {arguments.pieces}: a drawing has 1 to {MOST_PIECES} pieces")
     if arguments.root >= ranks:
         raise BadInput(f"--root {arguments.root}: the ranks are 0 to {ranks - 1}")
     local = arguments.per_host or max(1, ranks // 2)
-    setting = Setting(ranks, local, max(1, arguments.pieces), arguments.root)
+    setting = Setting(ranks, local, arguments.pieces, arguments.root)
     drawn = program(_primitive(arguments), arguments.algorithm, setting)
     if arguments.html:
         arguments.html.write_text(program_page(drawn), encoding="utf-8")
@@ -50,4 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _primitive(arguments: argparse.Namespace) -> str:
     having = [primitive for primitive, names in PROGRAMS.items() if arguments.algorithm in names]
-    return arguments.primitive or (having[0] if having else PRIMITIVES[0])
+    if not having:
+        hint = did_you_mean(arguments.algorithm, _algorithms())
+        raise BadInput(f'"{arguments.algorithm}": unknown algorithm; {hint}')
+    return arguments.primitive or having[0]
+
+
+def _algorithms() -> list[str]:
+    return sorted({name for programs in PROGRAMS.values() for name in programs})
