@@ -214,8 +214,12 @@ def test_a_run_goes_on_compressed_in_another_way_or_not_at_all(ranks: Ranks, tmp
         for key, total in found[0][0].items():
             if key in before[0][0] and total.shape == before[0][0][key].shape:
                 torch.testing.assert_close(total, before[0][0][key], rtol=1e-12, atol=1e-15)
-    stepped_on = ranks.run(kept_and_weights, config("none"), 2, 1, str(tmp_path), True, world_size=2)
-    again = ranks.run(kept_and_weights, config("topk"), 3, 1, str(tmp_path), False, world_size=2)
+    # Also where a checkpoint is written before any gradient has taken it.
+    ranks.run(kept_and_weights, config("none"), 3, 0, str(tmp_path), True, world_size=2)
+    for key, total in go_on(config("powersgd"))[0][0].items():
+        torch.testing.assert_close(total, before[0][0][key], rtol=1e-12, atol=1e-15)
+    stepped_on = ranks.run(kept_and_weights, config("none"), 3, 1, str(tmp_path), True, world_size=2)
+    again = ranks.run(kept_and_weights, config("topk"), 4, 1, str(tmp_path), False, world_size=2)
     assert not stepped_on[0][0]
     assert all(bool(total.isfinite().all()) for total in again[0][0].values())
 

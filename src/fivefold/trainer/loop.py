@@ -116,10 +116,10 @@ class Loop:
         """Of what a checkpoint holds and no rank asks for, what a run may do without: PowerSGD's factors, and momentum
         that compression has kept where the optimizer has none."""
         left = [name for name in unasked if name.startswith(COMPRESSION)]
-        unsent = [name for name in left if name.startswith(COMPRESSION + OWN)]
-        if unsent and self.session.is_main:
+        momenta = [name for name in left if name.startswith(COMPRESSION + OWN)]
+        if momenta and self.session.is_main:
             print(
-                f"the momentum that parallel.compression has kept is left out, in {len(unsent)} tensors: this run's "
+                f"the momentum that parallel.compression has kept is left out, in {len(momenta)} tensors: this run's "
                 "optimizer has none"
             )
         return left
