@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,8 +53,15 @@ def fivefold(*words: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_bench_of_every_primitive_algorithm_and_the_backend_itself() -> None:
-    rows = json.loads(fivefold("comm", "bench", "--ranks", "2", "--sizes", "8,4K", "--json"))["rows"]
+def test_bench_of_every_primitive_algorithm_and_the_backend_itself(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    words = ["--ranks", "2", "--sizes", "8,4K", "--json", "--html", str(page)]
+    rows = json.loads(fivefold("comm", "bench", *words))["rows"]
+    # One line of measured times for each, and one of predicted ones, with two sizes.
+    lines = re.findall(r"<polyline points='([^']*)' [^>]*?(dash|width)", page.read_text())
+    drawn = [kind for points, kind in lines if len(points.split()) == 2]
+    assert drawn.count("width") == len(rows) / 2
+    assert drawn.count("dash") == sum(row["predicted_seconds"] is not None for row in rows) / 2 > 0
     assert rows[0].keys() >= BENCH
     assert all(row["wrong"] == 0 and row["seconds"] > 0 and row["ranks"] == 2 for row in rows)
     named = {(row["primitive"], row["algorithm"]) for row in rows}
