@@ -14,6 +14,7 @@ from msgspec.structs import replace as structs_replace
 
 from fivefold.config.errors import ConfigError
 from fivefold.config.load import parse
+from fivefold.config.model import Experts
 from fivefold.config.tree import Checkpoint, Config
 from fivefold.ledger.compression import compression_of, messages
 from fivefold.ledger.job import Job
@@ -395,6 +396,21 @@ def test_nothing_is_lost_at_any_step_of_training_through_checkpoints_in_other_la
             assert all(torch.equal(sums[name][0], other[name][0]) for name in sums)
     assert len(sums) > 10
     assert all(bool(true.norm() > 0) for _, true in sums.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["int8", "topk", "powersgd"])
+def test_nothing_is_lost_of_experts(ranks: Ranks, method: str, tmp_path: Path) -> None:
+    sums: Balance = {}  # in the third layout experts have no replicas, so that nothing compresses them
+    for index, layout in enumerate(({"dp_replicate": 2}, {"dp_replicate": 2, "ep": 2}, {"ep": 2}, {"ep": 1})):
+        axes = {"dp_replicate": 1, "cp": 2} | layout
+        config = toy_config(compression=method, compression_density=0.1, compression_rank=2, **axes)
+        config = structs_replace(
+            config, model=structs_replace(config.model, experts=Experts(count=4, ffn=16))
+        )
+        world = 2 * axes["dp_replicate"]
+        sums, _ = ranks.run(balanced, config, 2 * index, str(tmp_path), sums, world_size=world)[0]
+    assert any("expert" in name for name in sums)
 
 
 def momentum_weights(
