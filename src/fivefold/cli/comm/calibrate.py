@@ -16,7 +16,7 @@ import tomli_w
 from fivefold.cli.arguments import add_debug_argument, add_json_argument, new_file, whole_number
 from fivefold.cli.comm.bench import add_ranks_argument, check_room, progress, start, sys_words
 from fivefold.cli.comm.sizes import read_sizes
-from fivefold.cli.extras import load_torch, require_torch
+from fivefold.cli.extras import load_torch
 from fivefold.config.errors import BadInput
 from fivefold.ledger.hardware import kind
 from fivefold.render.comm import calibration_text
@@ -39,26 +39,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_torch()
+    load_torch("fivefold.trainer.comm")
     from fivefold.trainer.launch import as_rank
     from fivefold.trainer.place import place_from
 
     place = place_from(os.environ)
     with as_rank(place, debug=arguments.debug):
+        from fivefold.collectives.calibrate import Sizes
+
         sizes, hardware, output = read_sizes(arguments.sizes), kind(arguments.kind), arguments.output
-        if len(sizes) < 3:
-            raise BadInput(f"--sizes {arguments.sizes}: a fit needs three sizes at least, e.g. {SIZES}")
-        load_torch("fivefold.trainer.comm")
+        fitted = Sizes.between(sizes[0], sizes[-1])
+        if len(fitted.fitted) < 3:
+            raise BadInput(
+                f"--sizes {arguments.sizes}: a fit needs three sizes at least, fourfold from the first to the last, "
+                f"e.g. {SIZES}"
+            )
         check_room(sizes, arguments.ranks, place, 7)  # as many as bench has of one algorithm
         if place is None:
             return start(arguments.ranks, arguments.per_host, sys_words(arguments))
-        from fivefold.collectives.calibrate import Sizes
         from fivefold.trainer import machine
         from fivefold.trainer.comm import as_rows, calibrated_hardware, calibration, join
 
         backends = machine.backends(machine.device(place.local_rank))
         with join(place, backends, arguments.per_host) as joined:
-            found = calibration(joined, Sizes.between(sizes[0], sizes[-1]), progress(place.rank))
+            found = calibration(joined, fitted, progress(place.rank))
         if place.rank > 0:
             return 0
         made = calibrated_hardware(joined, hardware, found)
