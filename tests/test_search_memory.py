@@ -38,6 +38,7 @@ STACKS = [
     Stack(),  # a copy in the compute type besides the master copy
     Stack(manual_backward=True, shard_apart=True, keep_gathered=True, early_stop=True),
     Stack(fused=True, attention="unfused", muon=True),
+    Stack(shard_apart=True, compute_copy=0),  # a copy under zero 1 and 2 alone
 ]
 
 
@@ -58,6 +59,7 @@ def requests(draw: st.DrawFn) -> Request:
         )
     model = msgspec.structs.replace(
         WIDE,
+        hidden=draw(st.sampled_from([64, 8192])),
         layers=draw(st.sampled_from([2, 3, 5, 6, 7, 10, 13])),
         vocab=draw(st.sampled_from([64, 8192, 256000])),
         tied=draw(st.booleans()),
