@@ -2,8 +2,9 @@
 
 1. Costs of a layer depend only on its shape (tp, sp, cp, ep, micro-batch, recompute): computed once per shape.
 2. Degrees and micro-batches form groups, a group's schedules and recompute modes series, a series' chunks points;
-   each has a lower bound of its step and of its memory (planner/bounds.py). Best bound first they are opened; what
-   cannot fit, or cannot enter the ranking any more, never is.
+   each has a lower bound of its step (planner/bounds.py) and of its memory (planner/memory.py). Micro-batches too
+   large for the degrees are not even costed. Best bound first the others are opened; what cannot fit, or cannot
+   enter the ranking any more, never is.
 3. A point whose memory passes gets the bound of its busiest rank working alone; what is still ahead of the ranking
    then, with the traffic and update of its best division of data-parallel ranks; what is ahead still is simulated,
    once for all divisions.

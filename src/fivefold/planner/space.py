@@ -53,9 +53,11 @@ class Request:
         return all(batch % unit == 0 for batch in (self.global_batch, *self.smaller[:2]))
 
     def can_run(self, schedule: schedules.Name, pp: int, unit: int) -> bool:
-        """Whether the schedule exists for the micro-batches of every batch."""
-        batches = (self.global_batch, *self.smaller)
-        return all(schedules.is_legal(schedule, pp, batch // unit) for batch in batches)
+        """Whether the schedule exists for the micro-batches of every batch, each a multiple of `unit`."""
+        smaller = self.smaller
+        counts = range(smaller.start // unit, smaller.stop // unit, max(1, smaller.step // unit))
+        last = self.global_batch // unit
+        return schedules.is_legal(schedule, pp, last) and schedules.are_legal(schedule, pp, counts)
 
     def allows(self, key: str, value: Any) -> bool:
         return key not in self.fixed or self.fixed[key] == value
