@@ -4,12 +4,13 @@ python benchmarks/shm.py [--ranks 2 4] [--primitives all_to_all] [--rounds 15]
 python benchmarks/shm.py --steps [--sizes S1 tiny] [--layouts "zero 3"]  # steps of training, over both transports
 
 OpenMPI takes part if mpirun and mpi4py are there. Each system has ranks of its own, which sleep while another has its
-turn: OpenMPI's started by mpirun, the others as `fivefold` starts them, as forks of one process. A time is the mean
-over a turn's calls, of the slowest rank, as nccl-tests and the OSU benchmarks count, after as many calls to warm up as
-the former makes; of these the median over the turns, and the best, which other processes on the machine disturb least.
-A ratio is the median of the turns' ratios. Bus bandwidth is bytes over time, times 2(n-1)/n for all_reduce and (n-1)/n
-for the others. What is sent is written anew before each call, as in training: else who reads it where it lies (OpenMPI)
-finds it in its own cache after the first call.
+turn: those of "gloo" and "shm" are forks of one process, as `fivefold` starts them; those of "shm apart" are each a
+Python of its own, as torchrun, srun and mpirun start them, mpirun OpenMPI's. A time is the mean over a turn's calls,
+of the slowest rank, as nccl-tests and the OSU benchmarks count, after as many calls to warm up as the former makes; of
+these the median over the turns, and the best, which other processes on the machine disturb least. A ratio is the median
+of the turns' ratios. Bus bandwidth is bytes over time, times 2(n-1)/n for all_reduce and (n-1)/n for the others. What
+is sent is written anew before each call, as in training: else who reads it where it lies (OpenMPI) finds it in its own
+cache after the first call.
 
 Steps are of two ranks, float32, one thread each, of the sizes in side_by_side/sizes.py. Both transports' ranks are
 started once and take turns; a ratio is of the medians of all turns.
@@ -21,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -45,6 +47,7 @@ ROUNDS = 15
 WARM_UP_CALLS, LEAST_CALLS = 5, 10
 LAYOUTS = (TP, *PP, *CP, ZERO[3])
 TRANSPORTS = ("gloo", "shm")
+APART = "shm apart"
 PATIENCE = timedelta(minutes=10)
 Call: TypeAlias = Callable[[str, Any, Any], None]
 MACHINE = {"matmul": "highest", "malloc": "keep", "peak_flops": 1e11}  # for both: nothing is measured
@@ -60,8 +63,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=MODELS, default=["S1", "tiny"], help="for --steps")
     parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="for --steps")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.port:
+    if arguments.rank is not None:
+        over_torch(arguments.rank, arguments.ranks[0], APART, arguments.port)
+    elif arguments.port:
         over_mpi(arguments.port)
     elif arguments.steps:
         training(arguments.sizes, arguments.layouts, arguments.rounds)
@@ -99,22 +105,14 @@ def compare(ranks: int, primitives: Sequence[str], rounds: int) -> None:
     from fivefold.proof.ranks import Ranks
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    turns = {system: count() for system in ("OpenMPI", *TRANSPORTS)}
+    turns: dict[str, count[int]] = defaultdict(count)
     with ExitStack() as stack:
         systems = []
+        own = [sys.executable, __file__, f"--port={store.port}"]
         if shutil.which("mpirun") and find_spec("mpi4py"):
             systems.append("OpenMPI")
-            mpirun = [
-                "mpirun",
-                "-n",
-                str(ranks),
-                "--oversubscribe",
-                "--allow-run-as-root",
-                "--bind-to",
-                "none",
-            ]
-            ended = subprocess.Popen([*mpirun, sys.executable, __file__, f"--port={store.port}"]).wait
-            stack.callback(ended)
+            mpirun = f"mpirun -n {ranks} --oversubscribe --allow-run-as-root --bind-to none".split()
+            stack.callback(subprocess.Popen([*mpirun, *own]).wait)
         for system in TRANSPORTS:
             systems.append(system)
             started = stack.enter_context(Ranks(ranks, backend=None))
@@ -122,6 +120,9 @@ def compare(ranks: int, primitives: Sequence[str], rounds: int) -> None:
             thread = Thread(target=run)
             thread.start()
             stack.callback(thread.join)
+        systems.append(APART)
+        for rank in range(ranks):
+            stack.callback(subprocess.Popen([*own, f"--rank={rank}", f"--ranks={ranks}"]).wait)
         stack.callback(lambda: [store.set(f"{system} {next(turns[system])}", "end") for system in systems])
         print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
         print(
@@ -174,7 +175,7 @@ def serve(system: str, rank: int, ranks: int, store: Any, call: Call, barrier: C
 
 
 def over_torch(rank: int, ranks: int, system: str, port: int) -> None:
-    """A rank over gloo or shared memory, started as `fivefold` starts its own."""
+    """A rank over gloo or shared memory."""
     import torch.distributed as dist
 
     from fivefold.collectives.group import register

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Work
 
 from fivefold.ledger.programs.steps import Program, bounds
 
@@ -111,34 +112,76 @@ class Execution:
         return tensor.view(-1)
 
     def _run(self, chunks: "Sequence[Tensor] | Mapping[int, Tensor]", operation: Operation = "sum") -> None:
+        """Receives are posted a round ahead. gloo sends nothing before it has word that it is awaited, and over a slow
+        link this word would queue behind data that go the same way. Not so with NCCL: a batch that holds a receive of
+        the next round would not end before the peer's next batch, nor that one begin."""
         combine = _COMBINE[operation]
-        for round_ in self._rounds:
-            started, landed = [], []
-            sent = {chunk for message in round_.sends for chunk in message.chunks}
-            # Receives first: if both ends start with a send, gloo uses one direction of the link at a time.
-            for message in round_.receives:
-                parts = [chunks[chunk] for chunk in message.chunks]
-                direct = not any(message.reduce) and sent.isdisjoint(message.chunks) and _adjacent(parts)
-                place = _span(parts) if direct else parts[0].new_empty(sum(part.numel() for part in parts))
-                if not place.numel():
-                    continue
-                started.append(dist.P2POp(dist.irecv, place, group=self._group, group_peer=message.peer))
-                if not direct:
-                    landed.append((message, parts, place))
-            for message in round_.sends:
-                packed = _packed([chunks[chunk] for chunk in message.chunks])
-                if packed.numel():
-                    started.append(dist.P2POp(dist.isend, packed, group=self._group, group_peer=message.peer))
-            if started:
-                for work in dist.batch_isend_irecv(started):
-                    work.wait()
-            for message, parts, place in landed:
-                received = torch.split(place, [part.numel() for part in parts])
-                for own, other, reduce in zip(parts, received, message.reduce, strict=True):
-                    if reduce:
-                        combine(own, other)
-                    else:
-                        own.copy_(other)
+        landings = self._landings(0, chunks)
+        early = next(iter(chunks.values() if isinstance(chunks, Mapping) else chunks)).device.type == "cpu"
+        arriving = _begin([landing.receive for landing in landings]) if early else []
+        for number, round_ in enumerate(self._rounds):
+            following = self._landings(number + 1, chunks)
+            messages = [
+                (message, _packed([chunks[chunk] for chunk in message.chunks])) for message in round_.sends
+            ]
+            sends = [
+                self._message(dist.isend, packed, message) for message, packed in messages if packed.numel()
+            ]
+            if early:
+                works, arriving = arriving, _begin([landing.receive for landing in following])
+                works += _begin(sends)
+            else:
+                works = _begin([landing.receive for landing in landings] + sends)
+            for work in works:
+                work.wait()
+            for landing in landings:
+                landing.settle(combine)
+            landings = following
+
+    def _landings(self, number: int, chunks: "Sequence[Tensor] | Mapping[int, Tensor]") -> "list[_Landing]":
+        """Where what this rank receives in a round lands: in the chunks' own memory if nothing there is needed until
+        then, in that round and the one before."""
+        if number >= len(self._rounds):
+            return []
+        near = self._rounds[max(0, number - 1) : number]
+        needed = {chunk for round_ in near for message in round_.receives for chunk in message.chunks}
+        for round_ in (*near, self._rounds[number]):
+            needed |= {chunk for message in round_.sends for chunk in message.chunks}
+        landings = []
+        for message in self._rounds[number].receives:
+            parts = [chunks[chunk] for chunk in message.chunks]
+            direct = not any(message.reduce) and needed.isdisjoint(message.chunks) and _adjacent(parts)
+            place = _span(parts) if direct else parts[0].new_empty(sum(part.numel() for part in parts))
+            if place.numel():
+                receive = self._message(dist.irecv, place, message)
+                landings.append(_Landing(receive, place, () if direct else parts, message.reduce))
+        return landings
+
+    def _message(self, start: Callable[..., object], place: Tensor, message: _Message) -> dist.P2POp:
+        return dist.P2POp(start, place, group=self._group, group_peer=message.peer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Landing:
+    """A message to be received: into `place`, from where it goes to `parts`, if it does not land there directly."""
+
+    receive: dist.P2POp
+    place: Tensor
+    parts: Sequence[Tensor]
+    reduce: tuple[bool, ...]
+
+    def settle(self, combine: Callable[[Tensor, Tensor], object]) -> None:
+        if self.parts:
+            received = torch.split(self.place, [part.numel() for part in self.parts])
+            for own, other, reduce in zip(self.parts, received, self.reduce, strict=True):
+                if reduce:
+                    combine(own, other)
+                else:
+                    own.copy_(other)
+
+
+def _begin(messages: list[dist.P2POp]) -> list[Work]:
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 def _round(transfers: Sequence[tuple[int, int, int, bool]], rank: int) -> _Round:
