@@ -81,18 +81,14 @@ class _Found:
         self.tightest: tuple[Job, float] | None = None
 
     def missed(self, request: Request, series: Series, missing: float) -> None:
-        """A series none of whose layouts fits, or that stands for all of its group: what is named is one of them that
-        is legal, its states split over the most ranks."""
+        """A series none of whose layouts fits: what is named is one of them, its states split over the most ranks."""
         if self.tightest is not None and missing >= self.tightest[1]:
             return
-        for legal in (series, *reversed([*series_of(request, series.group)])):
-            for point in points(request, legal):
-                if layouts := data_layouts(request, point):
-                    self.tightest = (
-                        job_of(request, point, *max(layouts, key=lambda own: (own[0], own[2]))),
-                        missing,
-                    )
-                    return
+        for point in points(request, series):
+            if layouts := data_layouts(request, point):
+                split = max(layouts, key=lambda own: (own[0], own[2]))
+                self.tightest = job_of(request, point, *split), missing
+                return
 
     def layout_missed(self, job: Job, missing: float) -> None:
         if self.tightest is None or missing < self.tightest[1]:
