@@ -276,6 +276,7 @@ class Benchmark:
     def everywhere(self, words: Sequence[str]) -> str:
         """`fivefold WORDS` on every host by torchrun; what rank 0 prints, wherever it is."""
         started = []
+        meeting = f"slow-links-{time.monotonic_ns()}"
         for index in range(self.hosts):
             torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.hosts}"]
             torchrun += [f"--nproc-per-node={self.per_host}", f"--node-rank={index}"]
@@ -284,10 +285,7 @@ class Benchmark:
                 f"--rdzv-conf=is_host={int(index == 0)}",
                 f"--rdzv-endpoint={address(0)}:{PORT}",
             ]
-            torchrun += [
-                f"--rdzv-id=slow-links-{time.monotonic_ns() // 10**10}",
-                f"--local-addr={address(index)}",
-            ]
+            torchrun += [f"--rdzv-id={meeting}", f"--local-addr={address(index)}"]
             own_memory = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
             command = ["ip", "netns", "exec", host(index), *own_memory, *torchrun, "-m", "fivefold", *words]
             settings = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}

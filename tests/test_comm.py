@@ -3,17 +3,22 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fivefold.cli.comm.sizes import check_memory, read_sizes
 from fivefold.cli.main import main
+from fivefold.collectives.bench import Bench, Case
 from fivefold.collectives.fit import Point, fit, median_error
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Cluster
@@ -24,6 +29,7 @@ from fivefold.ledger.programs.steps import Link
 from fivefold.trainer.comm import bus_bytes
 from fivefold.trainer.doctor.host import host_memory
 from fivefold.trainer.machine import backends, default_backend
+from ranks import run_ranks
 
 BENCH = {
     "primitive",
@@ -47,8 +53,15 @@ def fivefold(*words: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_bench_of_every_primitive_algorithm_and_the_backend_itself() -> None:
-    rows = json.loads(fivefold("comm", "bench", "--ranks", "2", "--sizes", "8,4K", "--json"))["rows"]
+def test_bench_of_every_primitive_algorithm_and_the_backend_itself(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    words = ["--ranks", "2", "--sizes", "8,4K", "--json", "--html", str(page)]
+    rows = json.loads(fivefold("comm", "bench", *words))["rows"]
+    # One line of measured times for each, and one of predicted ones, with two sizes.
+    lines = re.findall(r"<polyline points='([^']*)' [^>]*?(dash|width)", page.read_text())
+    drawn = [kind for points, kind in lines if len(points.split()) == 2]
+    assert drawn.count("width") == len(rows) / 2
+    assert drawn.count("dash") == sum(row["predicted_seconds"] is not None for row in rows) / 2 > 0
     assert rows[0].keys() >= BENCH
     assert all(row["wrong"] == 0 and row["seconds"] > 0 and row["ranks"] == 2 for row in rows)
     named = {(row["primitive"], row["algorithm"]) for row in rows}
@@ -58,6 +71,53 @@ def test_bench_of_every_primitive_algorithm_and_the_backend_itself() -> None:
     for row in rows:
         assert row["bytes"] in (8, 4096)
         assert row["busbw"] == pytest.approx(bus_bytes(row["primitive"], row["bytes"], 2) / row["seconds"])
+
+
+class Spoilt(Bench):
+    """A bench whose collectives give wrong results: the halves exchanged, another rank's, or one element off."""
+
+    how = ""
+
+    def _call(self, case: Case, given: Tensor, output: Tensor) -> Callable[[], None]:
+        right = super()._call(case, given, output)
+        result = output if output.numel() else given
+
+        def call() -> None:
+            right()
+            if self.how == "halves":
+                result.copy_(result.roll(len(result) // 2))
+            elif self.how == "ranks":
+                everyone = [torch.empty_like(result) for _ in range(self.ranks)]
+                dist.all_gather(everyone, result)
+                result.copy_(everyone[self.rank - 1])
+            elif self.how == "element":
+                result[-1] += 1
+
+        return call
+
+
+def count_wrong(rank: int, n: int) -> dict[tuple[str, str], int]:
+    link, cpu = Link(1e-5, 1e9), torch.device("cpu")
+    bench = Spoilt({"gloo": dist.group.WORLD}, link, n, cpu, lambda: None)  # type: ignore[dict-item]
+    found = {}
+    for primitive in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+        for bench.how in ("", "halves", "ranks", "element"):
+            case = Case(primitive, "gloo", "gloo", 1 << 12, torch.float32)
+            found[primitive, bench.how] = bench.measure([case], 1)[0].wrong
+    return found
+
+
+def test_wrong_results_are_counted() -> None:
+    """Of vectors whose length is a power of two, too, where chunks are most alike."""
+    for found in run_ranks(count_wrong, 2):
+        for (primitive, how), wrong in found.items():
+            same_everywhere = how == "ranks" and primitive in ("all_reduce", "all_gather", "broadcast")
+            if not how or same_everywhere:
+                assert wrong == 0, (primitive, how)
+            elif how == "element":
+                assert wrong == 2, primitive
+            else:
+                assert wrong > 500, (primitive, how)
 
 
 @pytest.mark.full
@@ -208,6 +268,8 @@ def test_no_rank_starts_for_sizes_that_do_not_fit(
         (["bench", "--cluster", "none.toml"], "no such file"),
         (["calibrate", "--output", "none/at/all.toml"], "a directory that exists"),
         (["calibrate", "--output", "x.toml", "--sizes", "1K"], "three sizes at least"),
+        (["calibrate", "--output", "x.toml", "--sizes", "1K,2K,3K"], "three sizes at least"),
+        (["calibrate", "--output", "x.toml", "--sizes", "1M,64K,1K"], "three sizes at least"),
         (["trace", "ring", "--ranks", "0"], "1 to 64 ranks"),
         (["trace", "hierarchical", "--ranks", "6", "--per-host", "4"], "divisor of 6"),
         (["trace", "binomial", "--ranks", "2", "--root", "2"], "the ranks are 0 to 1"),

@@ -12,17 +12,18 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace as structs_replace
 
-from fivefold.collectives.compression import Compressor
-from fivefold.collectives.compression.flat import Parts
 from fivefold.config.errors import ConfigError
 from fivefold.config.load import parse
+from fivefold.config.model import Experts
 from fivefold.config.tree import Checkpoint, Config
 from fivefold.ledger.compression import compression_of, messages
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import estimate, traffic_of
+from fivefold.parallel.apply import ParallelModel
 from fivefold.planner.compression import compression_verdicts, own_verdict
 from fivefold.planner.jobs import job_of
 from fivefold.proof.error import errors
+from fivefold.proof.gather import wholes
 from fivefold.spec.legal import Resolved, resolve_config
 from fivefold.spec.parameters import parameters
 from fivefold.trainer.batches import held_out_share
@@ -30,7 +31,17 @@ from fivefold.trainer.checkpoint import Checkpointer
 from fivefold.trainer.state import COMPRESSION, RegroupedCompression, compression_state, tensors
 from fivefold.trainer.step import Stepper
 from ranks import Ranks
-from toy import CPU, FLAGS, global_batch, reference, start_group, stepper_on, toy_config, train_on_ranks
+from toy import (
+    CPU,
+    FLAGS,
+    global_batch,
+    gradients,
+    reference,
+    start_group,
+    stepper_on,
+    toy_config,
+    train_on_ranks,
+)
 
 Balance: TypeAlias = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By parameter: Σ of the gradients that were applied, Σ of the true ones."""
@@ -51,6 +62,7 @@ def ranks() -> Iterator[Ranks]:
         (REPLICAS | {"compression": "int8"}, 0.05),
         (REPLICAS | {"tp": 2, "compression": "int8"}, 0.05),
         (REPLICAS | {"cp": 2, "compression": "bf16"}, 0.01),
+        (REPLICAS | {"pp": 2, "compression": "int8"}, 0.05),
         (HYBRID | {"zero": 1, "compression": "int8"}, 0.05),
         pytest.param(HYBRID | {"zero": 2, "compression": "bf16"}, 0.01, marks=pytest.mark.full),
         (HYBRID | {"zero": 3, "compression": "fp16"}, 0.01),
@@ -63,7 +75,7 @@ def test_the_first_gradient_is_nearly_the_reference(
     ranks: Ranks, layout: dict[str, Any], bound: float
 ) -> None:
     config = toy_config(steps=2, **layout)
-    world = 2 * max(layout.get(axis, 1) for axis in ("dp_shard", "tp", "cp"))
+    world = 2 * max(layout.get(axis, 1) for axis in ("dp_shard", "tp", "cp", "pp"))
     found = ranks.run(train_on_ranks, config, world_size=world)[0]
     expected = reference(config)
     assert max(errors(found["gradients"], expected["gradients"]).values()) < bound
@@ -203,8 +215,12 @@ def test_a_run_goes_on_compressed_in_another_way_or_not_at_all(ranks: Ranks, tmp
         for key, total in found[0][0].items():
             if key in before[0][0] and total.shape == before[0][0][key].shape:
                 torch.testing.assert_close(total, before[0][0][key], rtol=1e-12, atol=1e-15)
-    stepped_on = ranks.run(kept_and_weights, config("none"), 2, 1, str(tmp_path), True, world_size=2)
-    again = ranks.run(kept_and_weights, config("topk"), 3, 1, str(tmp_path), False, world_size=2)
+    # Also where a checkpoint is written before any gradient has taken it.
+    ranks.run(kept_and_weights, config("none"), 3, 0, str(tmp_path), True, world_size=2)
+    for key, total in go_on(config("powersgd"))[0][0].items():
+        torch.testing.assert_close(total, before[0][0][key], rtol=1e-12, atol=1e-15)
+    stepped_on = ranks.run(kept_and_weights, config("none"), 3, 1, str(tmp_path), True, world_size=2)
+    again = ranks.run(kept_and_weights, config("topk"), 4, 1, str(tmp_path), False, world_size=2)
     assert not stepped_on[0][0]
     assert all(bool(total.isfinite().all()) for total in again[0][0].values())
 
@@ -303,62 +319,132 @@ def test_estimate_says_whether_the_compression_asked_for_pays() -> None:
 
 
 def balanced(
-    rank: int, n: int, config: Config, first: int, count: int, directory: str, sums: Balance
-) -> Balance:
-    """Some steps that go on from the newest checkpoint. After each, for every parameter, Σ applied + Σ over the ranks
-    of what they keep = Σ of the true gradients, of all steps since the first run's first."""
+    rank: int, n: int, config: Config, first: int, directory: str, sums: Balance
+) -> tuple[Balance, list[str]]:
+    """Two steps that go on from the newest checkpoint. After each, for every parameter, Σ applied + Σ over the ranks of
+    what they keep = Σ of the true gradients, of all steps since the first run's first; true are those of the same
+    layout, uncompressed, at the same weights. Also returns the names of what is kept."""
     resolved = resolve_config(config, n)
     stepper, checkpoints = gone_on(resolved, first, directory)
-    for bucket in stepper.model.data.buckets:
-        _watch(bucket.compressor, sums)
-    for step in range(first, first + count):
-        share = held_out_share(global_batch(config, step), resolved.batch, resolved.mesh.data_rank(rank), CPU)
-        assert stepper.step(share, 1e-3, FLAGS).skipped is None
-        for each in compression_state(stepper.model):
-            if each.is_own:
-                kept, name = each.value.clone(), each.key.rpartition("/")[2]
-                dist.all_reduce(kept)
-                applied, true = sums[name]
-                torch.testing.assert_close(applied + kept, true, rtol=1e-12, atol=1e-12 * float(true.norm()))
-    checkpoints.save(first + count, tensors(stepper.model, stepper.optimizer), {}, "", asynchronous=False)
+    plain = structs_replace(config, parallel=structs_replace(config.parallel, compression="none"))
+    twin = stepper_on(resolve_config(plain, n), stepper.recorder)
+    found: list[dict[str, torch.Tensor]] = []
+
+    def keep(model: ParallelModel) -> None:
+        found.append(gradients(model))
+
+    names: list[str] = []
+    for step in range(first, first + 2):
+        for own, copied in zip(stepper.model.parameters, twin.model.parameters, strict=True):
+            copied.value.data.copy_(own.value.data)
+        twin.model.data.updated()
+        for each in (stepper, twin):
+            share = held_out_share(
+                global_batch(config, step), resolved.batch, resolved.mesh.data_rank(rank), CPU
+            )
+            assert each.step(share, 1e-3, FLAGS, keep).skipped is None
+        rows = {each.key: each.piece() for each in compression_state(stepper.model) if each.is_own}
+        kept = {key.rpartition("/")[2]: rows.sum(0) for key, rows in wholes(rows).tensors.items()}
+        names = list(kept)
+        sent, exact = found[-2:]
+        assert sent.keys() == exact.keys()
+        for name in sent:
+            applied, true = sums.get(name, (torch.zeros_like(sent[name]),) * 2)
+            sums[name] = applied + sent[name], true + exact[name]
+            applied, true = sums[name]
+            torch.testing.assert_close(
+                applied + kept.get(name, 0.0), true, rtol=1e-12, atol=1e-12 * float(true.norm())
+            )
+    checkpoints.save(first + 2, tensors(stepper.model, stepper.optimizer), {}, "", asynchronous=False)
     checkpoints.close()
-    return sums
+    return sums, names
 
 
-def _watch(made: Compressor | None, sums: Balance) -> None:
-    """Adds what enters the compressor, on all ranks, and what it gives back to `sums`."""
-    assert made is not None
-    reduce = made.reduce
-
-    def watched(parts: Parts, group: dist.ProcessGroup) -> None:
-        true = [(name, tensor.clone()) for name, tensor in parts]
-        for _, tensor in true:
-            dist.all_reduce(tensor, group=group)
-        reduce(parts, group)
-        for (name, tensor), (_, total) in zip(parts, true, strict=True):
-            before = sums.get(name, (torch.zeros_like(total), torch.zeros_like(total)))
-            sums[name] = before[0] + tensor, before[1] + total
-
-    made.reduce = watched  # type: ignore[method-assign]
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"dp_replicate": 3},
+    REPLICAS | {"tp": 2},  # sums norms uncompressed
+    REPLICAS | {"pp": 2},
+    HYBRID | {"zero": 1},
+)
 
 
 @pytest.mark.parametrize(
     "method",
-    [
-        "int8",
-        "topk",
-        pytest.param("threshold", marks=pytest.mark.full),
-        "powersgd",
-    ],
+    ["int8", "topk", pytest.param("threshold", marks=pytest.mark.full), "powersgd"],
 )
-def test_nothing_is_lost_at_any_step_of_training_through_checkpoints_on_other_ranks(
+def test_nothing_is_lost_at_any_step_of_training_through_checkpoints_in_other_layouts(
     ranks: Ranks, method: str, tmp_path: Path
 ) -> None:
+    """Also where parameters are not compressed any more: copies under tensor parallel, and all of them at the end."""
     sums: Balance = {}
-    for first, n in ((0, 3), (2, 2), (4, 4)):
-        config = toy_config(dp_replicate=n, compression=method, compression_density=0.1, compression_rank=2)
-        sums, *others = ranks.run(balanced, config, first, 2, str(tmp_path), sums, world_size=n)
-        for other in others:
+    layouts = [layout for layout in LAYOUTS if method != "powersgd" or "zero" not in layout]
+    for index, layout in enumerate((*layouts, {"dp_replicate": 2})):
+        is_last = index == len(layouts)
+        config = toy_config(
+            compression="none" if is_last else method,
+            compression_density=0.1,
+            compression_rank=2,
+            **layout,
+        )
+        config = structs_replace(config, model=structs_replace(config.model, tied=False))
+        world = 1
+        for axis in ("dp_replicate", "dp_shard", "tp", "pp"):
+            world *= layout.get(axis, 1)
+        (sums, names), *others = ranks.run(balanced, config, 2 * index, str(tmp_path), sums, world_size=world)
+        assert bool(names) != is_last
+        for other, _ in others:
             assert all(torch.equal(sums[name][0], other[name][0]) for name in sums)
     assert len(sums) > 10
     assert all(bool(true.norm() > 0) for _, true in sums.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["int8", "topk", "powersgd"])
+def test_nothing_is_lost_of_experts(ranks: Ranks, method: str, tmp_path: Path) -> None:
+    sums: Balance = {}  # in the third layout experts have no replicas, so that nothing compresses them
+    for index, layout in enumerate(({"dp_replicate": 2}, {"dp_replicate": 2, "ep": 2}, {"ep": 2}, {"ep": 1})):
+        axes = {"dp_replicate": 1, "cp": 2} | layout
+        config = toy_config(compression=method, compression_density=0.1, compression_rank=2, **axes)
+        config = structs_replace(
+            config, model=structs_replace(config.model, experts=Experts(count=4, ffn=16))
+        )
+        world = 2 * axes["dp_replicate"]
+        sums, _ = ranks.run(balanced, config, 2 * index, str(tmp_path), sums, world_size=world)[0]
+    assert any("expert" in name for name in sums)
+
+
+def momentum_weights(
+    rank: int, n: int, config: Config, first: int, directory: str
+) -> dict[str, torch.Tensor]:
+    """Whole weights after two steps that go on from the newest checkpoint, and save."""
+    return wholes(
+        {
+            p.spec.name: p.piece(p.value)
+            for p in stepped(rank, n, config, first, 2, directory, True).model.parameters
+        }
+    ).tensors
+
+
+def test_momentum_correction_is_momentum_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """Sent densely it is SGD with momentum: of what is compressed, and, by the optimizer, of the copies under tensor
+    parallel that are not; also where a checkpoint hands the momentum from one to the other."""
+
+    def config(compression: str, **axes: int) -> Config:
+        made = toy_config(compression=compression, compression_density=0.5, **(REPLICAS | axes))
+        return structs_replace(
+            made,
+            optimizer=structs_replace(made.optimizer, name="sgd", momentum=0.9, weight_decay=0.0, clip=0.0),
+        )
+
+    def weights(directory: str, *configs: Config) -> dict[str, torch.Tensor]:
+        for index, each in enumerate(configs):
+            world = 2 * each.parallel.tp
+            found = ranks.run(momentum_weights, each, 2 * index, str(tmp_path / directory), world_size=world)
+        return found[0]
+
+    plain = config("none")
+    expected = weights("a", plain, plain, plain, plain)
+    found = weights("b", plain, config("topk"), config("topk", tp=2), config("none", tp=2))
+    assert max(errors(found, expected).values()) <= 1e-12
+    again = weights("c", plain, plain, config("topk", tp=2), config("topk"))
+    assert max(errors(again, expected).values()) <= 1e-12

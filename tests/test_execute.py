@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fivefold.collectives.execute import OPERATIONS, Execution, Operation
 from fivefold.ledger.programs.catalogue import PROGRAMS, TWO_LEVEL, Setting, program
-from fivefold.ledger.programs.steps import bounds
+from fivefold.ledger.programs.steps import Program, Transfer, bounds
 from ranks import Ranks, run_ranks
 
 WORLD = 4
@@ -163,6 +164,26 @@ def test_an_all_reduce_gives_the_same_bits_on_every_rank_and_again(ranks: Ranks)
     first, *others = ranks.run(check_same_bits)
     assert all(other == first for other in others)
     assert all(first[index] == first[index + 1] for index in range(0, len(first), 2))
+
+
+def check_late(rank: int, n: int) -> list[float]:
+    """Rank 2's chunk may reach rank 0 while that still has to send its own to rank 1, or to add rank 1's: which is
+    late."""
+    found = []
+    for first in (Transfer(0, 1, 0, False), Transfer(1, 0, 0, True)):
+        rounds = [[first], [Transfer(2, 0, 0, False)]]
+        execution = Execution(Program("two rounds", "broadcast", n, 1, len(rounds), rounds.__getitem__))
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.3)
+        tensor = torch.full((1000,), float(rank + 1))
+        execution.broadcast(tensor)
+        found += tensor.unique().tolist()
+    return found
+
+
+def test_what_comes_a_round_ahead_of_late_ranks_spoils_nothing(ranks: Ranks) -> None:
+    assert ranks.run(check_late, world_size=3) == [[3.0, 3.0], [1.0, 2.0], [3.0, 3.0]]
 
 
 def check_misuse(rank: int, n: int) -> None:

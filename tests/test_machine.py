@@ -1,14 +1,19 @@
 """Start-up choices: measured, checked, put into force; and what a process is told about its device and memory."""
 
+import platform
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from fivefold.collectives.record import Recorder
+from fivefold.config.errors import BadInput
 from fivefold.config.tree import Machine
 from fivefold.trainer import machine
+from fivefold.trainer.session import torch_backend
 
 CPU = torch.device("cpu")
 RESOLVED = Machine(matmul="high", malloc="default", peak_flops=1e9)
@@ -142,6 +147,13 @@ def test_a_machine_without_accelerator() -> None:
     assert machine.device(local_rank=3) == CPU
     assert machine.default_backend(CPU) == ("shm" if machine.shares_memory() else "gloo")
     machine.synchronize(CPU)
+
+
+def test_processors_that_order_stores_in_another_way_use_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert machine.backends(CPU) == ("gloo",)
+    with pytest.raises(BadInput, match="backend = shm: for CPUs, on Linux and x86-64; set default"):
+        torch_backend("shm", CPU, Recorder(), timedelta(seconds=1))
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")

@@ -8,7 +8,8 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -215,21 +216,53 @@ def test_random_collectives_between_hosts(ranks: Ranks, hosts: str) -> None:
     ranks.run(check_random, 5, 40, hosts, world_size=len(hosts))
 
 
+Start: TypeAlias = tuple[Callable[..., Any], Tensor, Tensor]
+"""A call to be given its group, where its result will be, and what that must be."""
+
+
+def start_all_reduce(rank: int, parts: list[Tensor]) -> Start:
+    return partial(dist.all_reduce, parts[rank]), parts[rank], torch.stack(parts).sum(0)
+
+
+def start_broadcast(rank: int, parts: list[Tensor]) -> Start:
+    return partial(dist.broadcast, parts[rank], 1), parts[rank], parts[1].clone()
+
+
+def start_all_gather(rank: int, parts: list[Tensor]) -> Start:
+    out = torch.empty_like(torch.cat(parts))
+    return partial(dist.all_gather_single, out, parts[rank]), out, torch.cat(parts)
+
+
+def start_reduce_scatter(rank: int, parts: list[Tensor]) -> Start:
+    right = torch.stack(parts).sum(0).chunk(len(parts))[rank]
+    out = torch.empty_like(right)
+    return partial(dist.reduce_scatter_single, out, parts[rank]), out, right
+
+
+def start_all_to_all(rank: int, parts: list[Tensor]) -> Start:
+    out = torch.empty_like(parts[rank])
+    right = torch.cat([part.chunk(len(parts))[rank] for part in parts])
+    return partial(dist.all_to_all_single, out, parts[rank]), out, right
+
+
+STARTS = (start_all_reduce, start_broadcast, start_all_gather, start_reduce_scatter, start_all_to_all)
+
+
 def check_asynchronous(rank: int, n: int, seed: int, hosts: str = "") -> None:
     """Many under way at once over several groups, waited for in an order that differs from rank to rank."""
     join(hosts[rank : rank + 1])
     groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
     choose, mine = random.Random(seed), random.Random(seed + 100 + rank)
     pending: list[tuple[Any, Tensor, Tensor]] = []
-    for i in range(60):
+    for i in range(80):
         group, numel = choose.choice(groups), choose.choice([1, 100, 3000])
-        parts = [draw(numel, torch.int64, hash((seed, i, r))) for r in range(n)]
-        x, right = parts[rank], torch.stack(parts).sum(0)
+        parts = [draw(numel * n, torch.int64, hash((seed, i, r))) for r in range(n)]
+        start, x, right = choose.choice(STARTS)(rank, parts)
         if choose.random() < 0.3:
-            dist.all_reduce(x, group=group)
+            start(group=group)
             assert torch.equal(x, right)
             continue
-        work = dist.all_reduce(x, group=group, async_op=True)
+        work = start(group=group, async_op=True)
         pending.append((work, x, right))
         while pending and mine.random() < 0.5:
             work, x, right = pending.pop(mine.randrange(len(pending)))

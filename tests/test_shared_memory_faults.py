@@ -129,25 +129,29 @@ def test_an_error_ends_every_wait(ranks: Ranks) -> None:
         assert len(messages) == 3
 
 
-def check_idle(rank: int, n: int) -> float:
+def check_idle(rank: int, n: int, entered: str) -> float:
     join()
     dist.barrier()
     if rank == 1:
         time.sleep(1.0)
+        Path(entered).touch()
     before = time.process_time()
     dist.barrier()
+    assert Path(entered).exists()  # nobody leaves a barrier before all are in it
     return time.process_time() - before
 
 
-def test_waiting_leaves_the_processor_to_others(ranks: Ranks) -> None:
-    seconds = ranks.run(check_idle)
+def test_waiting_leaves_the_processor_to_others(ranks: Ranks, tmp_path: Path) -> None:
+    seconds = ranks.run(check_idle, str(tmp_path / "entered"))
     assert seconds[0] < 0.3
     assert seconds[2] < 0.3
 
 
 def check_nothing_left(rank: int, n: int, directory: str) -> None:
     join(directory=Path(directory))
-    dist.all_reduce(torch.ones(100_000))
+    big = torch.ones(1_000_000)  # 4 MB: four times what there is, passed through slots
+    dist.all_reduce(big)
+    assert bool((big == n).all())
     assert os.listdir(directory) == []
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -172,17 +176,25 @@ def test_nothing_is_left_after_sigkill(small_disk: Path) -> None:
 def test_a_full_disk_is_told(small_disk: Path) -> None:
     with Ranks(2, backend=None) as ranks:
         errors = ranks.run(check_full_slots, str(small_disk))
-    for error in errors:
-        assert (
-            "failed: No space left on device: shared memory needs 1048576 bytes more" in error
-            or "has given the group up" in error
-        )
-    assert any("docker run --shm-size=8g" in error for error in errors)
+        messages = ranks.run(check_full_ring, str(small_disk))
+    for found, size in ((errors, 1 << 20), (messages, 4 << 20)):
+        for error in found:
+            assert (
+                f"failed: No space left on device: shared memory needs {size} bytes more" in error
+                or "has given the group up" in error
+            )
+        assert any("docker run --shm-size=8g" in error for error in found)
 
 
 def check_full_slots(rank: int, n: int, directory: str) -> str:
     join(directory=Path(directory), slot_bytes=1 << 20)
     return failure_of(lambda: dist.all_reduce(torch.ones(1)))[0]
+
+
+def check_full_ring(rank: int, n: int, directory: str) -> str:
+    join(directory=Path(directory))
+    x = torch.ones(1)
+    return failure_of(lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0))[0]
 
 
 def check_no_file(rank: int, n: int) -> str:

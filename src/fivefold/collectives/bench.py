@@ -171,9 +171,11 @@ class Bench:
         return given, output
 
     def _values(self, case: Case, rank: int, length: int) -> Tensor:
-        """Small whole numbers, so that every type sums them exactly in any order."""
+        """Small whole numbers, so that every type sums them exactly in any order; they repeat in no chunk and on no
+        rank, so that one taken for another shows (multiplicative hashing: Knuth 1998, 6.4)."""
         most = max(2, min(8, 256 // self.ranks))
-        return ((torch.arange(length, device=self._device) + 3 * rank) % most).to(case.dtype)
+        hashed = torch.arange(length, device=self._device).add_(104_729 * rank).mul_(2_654_435_769)
+        return hashed.bitwise_and_(2**32 - 1).mul_(most).bitwise_right_shift_(32).to(case.dtype)
 
     def _wrong(self, case: Case, found: Tensor) -> int:
         """How many elements of this rank's result are not what they must be."""

@@ -5,7 +5,7 @@ its memory and traffic.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class ParallelModel:
         counts_results: True on one of the ranks that compute the same losses and routing counts, likewise.
         pipeline: the schedule over this rank's stages; None without pipeline parallel.
         tied_copy: the tied embedding, or the head that is a copy of it on another pipeline rank.
+        unsent: by parameter name, what a run before this one had not sent of gradients and this one does not compress
+            (`trainer.state.RegroupedCompression`): added to the gradients of the next step that is applied.
     """
 
     module: Decoder
@@ -51,13 +53,19 @@ class ParallelModel:
     counts_results: bool
     pipeline: Pipeline | None = None
     tied_copy: TiedCopy | None = None
+    unsent: dict[str, Tensor] = field(default_factory=dict)
 
-    def reduce_gradients(self) -> None:
-        """Sums gradients over all ranks after the last backward of a step. Collective."""
+    def reduce_gradients(self, scale: float = 1.0) -> None:
+        """Sums gradients, which are `scale` times the true ones, over all ranks after the last backward of a step.
+        Collective."""
         self.data.end_step()
         if self.tied_copy is not None:
             self.tied_copy.reduce()
         self.partial.sum()
+        for parameter in self.parameters:
+            if (left := self.unsent.get(parameter.spec.name)) is not None:
+                gradient = parameter.value.grad
+                parameter.value.grad = left * scale if gradient is None else gradient + left * scale
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Samples]) -> float:
@@ -166,11 +174,12 @@ class _Sharding:
         ep, zero = config.parallel.ep, config.parallel.zero
         parts = [part_of(config.model, spec, mesh, ep, self._rank) for spec in specs]
         bucket = Bucket([part.shape for part in parts], division, self._device)
+        # Copies over tp must stay equal, but what compression makes of a parameter depends on the other parameters
+        # in its bucket, which differ between tp ranks: so copies are summed uncompressed.
+        copied = {spec.name for spec in specs if tensor_copies(config.model, spec, mesh.tp) > 1}
+        momentum = 0.0 if division.replicate is None else corrected_momentum(config)
         if division.replicate is not None:
-            made = compressor(compression_of(config.parallel), corrected_momentum(config), config.run.seed)
-            # Copies over tp must stay equal, but what compression makes of a parameter depends on the other parameters
-            # in its bucket, which differ between tp ranks: so copies are summed uncompressed.
-            copied = {spec.name for spec in specs if tensor_copies(config.model, spec, mesh.tp) > 1}
+            made = compressor(compression_of(config.parallel), momentum, config.run.seed)
             sets, tp = ep if division is self._expert else 1, mesh.coordinates(self._rank)["tp"]
             place = tp * sets + mesh.expert_rank(self._rank, sets), mesh.tp * sets
             bucket.compress(made, [spec.name for spec in specs], copied, place)
@@ -182,7 +191,10 @@ class _Sharding:
             if spec.name == "embedding.weight" and is_tied_apart(config.model, config.parallel, mesh):
                 number *= 2
             shards = division.shard.group if division.shard else None
-            self.local[spec.name] = LocalParameter(spec, own, value, number, shards, self._tensor)
+            has_momentum = momentum > 0 and spec.name not in copied
+            self.local[spec.name] = LocalParameter(
+                spec, own, value, number, shards, self._tensor, has_momentum
+            )
         return bucket
 
 

@@ -30,6 +30,7 @@ class LocalParameter:
         shards: the ZeRO group, whose ranks together hold what tensor and expert parallel assign to each of them;
             None = not sharded.
         tensor: the tensor-parallel group, each rank with a part of the parameter or a copy; None = no tensor parallel.
+        has_momentum: gradient compression applies the optimizer's momentum to this parameter; the optimizer does not.
     """
 
     spec: Parameter
@@ -38,6 +39,7 @@ class LocalParameter:
     copies: int
     shards: ProcessGroup | None = None
     tensor: ProcessGroup | None = None
+    has_momentum: bool = False
 
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient."""

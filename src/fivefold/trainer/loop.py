@@ -30,7 +30,7 @@ from fivefold.trainer.checkpoint_directory import CheckpointError
 from fivefold.trainer.evaluate import evaluate
 from fivefold.trainer.identity import identity, refuse_change
 from fivefold.trainer.loss_scale import LossScale
-from fivefold.trainer.optimizer import LocalOptimizer, optimizer_options
+from fivefold.trainer.optimizer import LocalOptimizer
 from fivefold.trainer.profile import StepProfile
 from fivefold.trainer.session import Session
 from fivefold.trainer.state import COMPRESSION, Counters, RegroupedCompression, tensors
@@ -64,7 +64,7 @@ class Loop:
         model = parallelize(self.resolved, on_axes, session.rank, session.device)
         self.stepper = Stepper(
             model,
-            LocalOptimizer(optimizer_options(config), model.parameters),
+            LocalOptimizer(config.optimizer, model.parameters),
             session.agreement,
             session.recorder,
             StepClock(),
@@ -113,14 +113,14 @@ class Loop:
         self.model.data.updated()
 
     def _left(self, unasked: list[str]) -> list[str]:
-        """Of what a checkpoint holds and no rank asks for, what a run may do without: what compression kept of tensors
-        that this run does not compress, or not so."""
+        """Of what a checkpoint holds and no rank asks for, what a run may do without: PowerSGD's factors, and momentum
+        that compression has kept where the optimizer has none."""
         left = [name for name in unasked if name.startswith(COMPRESSION)]
-        unsent = [name for name in left if name.startswith(COMPRESSION + OWN)]
-        if unsent and self.session.is_main:
+        momenta = [name for name in left if name.startswith(COMPRESSION + OWN)]
+        if momenta and self.session.is_main:
             print(
-                f"what parallel.compression had not sent of gradients before is left out, in {len(unsent)} tensors: "
-                "this run keeps no such thing for them"
+                f"the momentum that parallel.compression has kept is left out, in {len(momenta)} tensors: this run's "
+                "optimizer has none"
             )
         return left
 

@@ -1,21 +1,15 @@
 """The optimizer over this rank's parts of the parameters, and its state by global name."""
 
-import msgspec
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fivefold.config.tree import Config, Optimizer
-from fivefold.ledger.compression import corrected_momentum
+from fivefold.config.tree import Optimizer
 from fivefold.parallel.local import LocalParameter, Piece
 from fivefold.spec.matrices import is_matrix
 from fivefold.trainer.muon import Muon
-
-
-def optimizer_options(config: Config) -> Optimizer:
-    """The options of [optimizer]; momentum is 0 where gradient compression applies it (Deep Gradient Compression)."""
-    if corrected_momentum(config):
-        return msgspec.structs.replace(config.optimizer, momentum=0.0)
-    return config.optimizer
 
 
 class LocalOptimizer:
@@ -30,25 +24,21 @@ class LocalOptimizer:
         self.parameters = parameters
         self.muon = Muon(options, parameters) if options.name == "muon" else None
         self._plain = [p for p in parameters if self.muon is None or not is_matrix(p.spec)]
-        decayed = [p.value for p in self._plain if p.spec.role not in options.no_decay]
-        kept = [p.value for p in self._plain if p.spec.role in options.no_decay]
-        groups = [
-            {"params": decayed, "weight_decay": options.weight_decay},
-            {"params": kept, "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
         self.torch: torch.optim.Optimizer
         if options.name != "sgd":
+            groups = _groups(options, self._plain)
             self.torch = torch.optim.AdamW(
                 groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True
             )
-            self._moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
         else:
-            self.torch = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum)
-            self._moments = ("momentum_buffer",) if options.momentum else ()
-        for parameter in self._plain:
-            for name in self._moments:
-                self.torch.state[parameter.value][name] = torch.zeros_like(parameter.value)
+            own = [p for p in self._plain if not p.has_momentum]
+            groups = [group | {"momentum": options.momentum} for group in _groups(options, own)]
+            groups += _groups(options, [p for p in self._plain if p.has_momentum])
+            self.torch = torch.optim.SGD(groups, lr=options.lr)
+        self._moments = [(p, name) for p in self._plain for name in _moments(options, p)]
+        for parameter, name in self._moments:
+            self.torch.state[parameter.value][name] = torch.zeros_like(parameter.value)
+        self._counts_updates = options.name != "sgd"
         self.set_updates(0)
 
     def step(self, learning_rate: float, scale: float) -> None:
@@ -64,21 +54,38 @@ class LocalOptimizer:
 
     def state_tensors(self) -> list[Tensor]:
         """The moments it keeps between steps."""
-        found = [self.torch.state[p.value][name] for p in self._plain for name in self._moments]
+        found = [self.torch.state[p.value][name] for p, name in self._moments]
         return found + (self.muon.momenta if self.muon is not None else [])
 
     def state(self) -> dict[str, Piece]:
         """Moments by global name, laid out like the parameters and sharing storage with the live ones."""
         found = {
             f"{parameter.spec.name}.{name}": parameter.piece(self.torch.state[parameter.value][name])
-            for parameter in self._plain
-            for name in self._moments
+            for parameter, name in self._moments
         }
         return found | (self.muon.state() if self.muon is not None else {})
 
     def set_updates(self, count: int) -> None:
         """Sets how many updates the moments have seen (AdamW's bias correction)."""
-        if "exp_avg" in self._moments:
+        if self._counts_updates:
             for parameter in self._plain:
                 step = torch.tensor(float(count), device=parameter.value.device)
                 self.torch.state[parameter.value]["step"] = step
+
+
+def _groups(options: Optimizer, parameters: Sequence[LocalParameter]) -> list[dict[str, Any]]:
+    """torch's parameter groups: those with weight decay and those without."""
+    decayed = [p.value for p in parameters if p.spec.role not in options.no_decay]
+    kept = [p.value for p in parameters if p.spec.role in options.no_decay]
+    groups = [
+        {"params": decayed, "weight_decay": options.weight_decay},
+        {"params": kept, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _moments(options: Optimizer, parameter: LocalParameter) -> tuple[str, ...]:
+    """Names of what torch keeps of a parameter between steps."""
+    if options.name != "sgd":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if options.momentum and not parameter.has_momentum else ()

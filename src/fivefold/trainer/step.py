@@ -132,7 +132,7 @@ class Stepper:
     def _reduce(self) -> None:
         """Gradients become those of the whole global batch, times the loss scale."""
         with self._communicating("gradient"):
-            self.model.reduce_gradients()
+            self.model.reduce_gradients(self.loss_scale.value)
 
     def _agree(self, loss_sum: float) -> tuple[float, float, list[float]]:
         """The summed loss, the gradient norm and the choices of each expert, of the whole global batch."""
@@ -150,6 +150,7 @@ class Stepper:
         with self.recorder.phase("optimizer"):
             with self._computing():
                 self.optimizer.step(learning_rate, clip / self.loss_scale.value)
+                self.model.unsent.clear()
                 self.model.module.balance(expert_counts)
             with self.clock.measure("communication"):
                 self.model.data.updated()

@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--primitives", default=",".join(PRIMITIVES), help=f"of {', '.join(PRIMITIVES)}; default: all"
     )
     parser.add_argument(
-        "--algorithms", default="", help="backends and programs, ring or ring@gloo; default: all"
+        "--algorithms",
+        default="",
+        help="backends and programs, ring or ring@gloo; default: training's backend and every program over it",
     )
     parser.add_argument(
         "--type", default="float32", choices=list(TYPES), help="of the elements; default float32"

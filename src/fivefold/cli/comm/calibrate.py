@@ -45,19 +45,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     place = place_from(os.environ)
     with as_rank(place, debug=arguments.debug):
+        from fivefold.collectives.calibrate import Sizes
+
         sizes, hardware, output = read_sizes(arguments.sizes), kind(arguments.kind), arguments.output
-        if len(sizes) < 3:
-            raise BadInput(f"--sizes {arguments.sizes}: a fit needs three sizes at least, e.g. {SIZES}")
+        fitted = Sizes.between(sizes[0], sizes[-1])
+        if len(fitted.fitted) < 3:
+            raise BadInput(
+                f"--sizes {arguments.sizes}: a fit needs three sizes at least, fourfold from the first to the last, "
+                f"e.g. {SIZES}"
+            )
         check_room(sizes, arguments.ranks, place, 7)  # as many as bench has of one algorithm
         if place is None:
             return start(arguments.ranks, sys_words(arguments))
-        from fivefold.collectives.calibrate import Sizes
         from fivefold.trainer import machine
         from fivefold.trainer.comm import as_rows, calibrated_hardware, calibration, join
 
         backends = machine.backends(machine.device(place.local_rank))
         with join(place, backends, arguments.per_host) as joined:
-            found = calibration(joined, Sizes.between(sizes[0], sizes[-1]), progress(place.rank))
+            found = calibration(joined, fitted, progress(place.rank))
         if place.rank > 0:
             return 0
         made = calibrated_hardware(joined, hardware, found)
