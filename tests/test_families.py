@@ -253,6 +253,98 @@ def test_what_is_not_computed_is_refused(tmp_path: Path, content: Any, says: str
     assert says in str(caught.value)
 
 
+def bloom(**changes: Any) -> dict[str, Any]:
+    return {"model_type": "bloom", "n_layer": 2, "hidden_size": 64, "n_head": 4, "vocab_size": 256} | changes
+
+
+SHARED = {"n_shared_experts": 1, "shared_expert_intermediate_size": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (LLAMA | {"hidden_size": float("inf")}, "hidden_size = Infinity: expected a finite number"),
+        (LLAMA | {"rms_norm_eps": float("inf")}, "rms_norm_eps = Infinity: expected a finite number"),
+        (LLAMA | {"rope_theta": float("nan")}, "rope_theta = NaN: expected a finite number"),
+        (
+            LLAMA | {"rope_parameters": {"rope_theta": 2**70}},
+            f"rope_theta = {2**70}: expected a whole number of",
+        ),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": float("inf")}},
+            "factor = Infinity: expected a finite number",
+        ),
+        (LLAMA | {"vocab_size": 2**70}, f"vocab_size = {2**70}: expected a whole number of at most 64 bits"),
+        (LLAMA | {"vocab_size": -(2**70)}, "expected a whole number of at most 64 bits"),
+        (LLAMA | {"num_hidden_layers": -1}, "num_hidden_layers = -1: expected a whole number ≥ 1"),
+        (
+            LLAMA | {"hidden_size": "4\n96"},
+            'hidden_size = "4\\n96": expected text without control characters',
+        ),
+        (
+            LLAMA | {"hidden_size": "\ud800"},
+            'hidden_size = "\\ud800": expected text without control characters',
+        ),
+        (LLAMA | {"hidden_act": "x" * 300}, "x…: not computed here"),
+        (LLAMA | {"initializer_range": "0.02"}, 'initializer_range = "0.02": expected a number'),
+        (PUBLISHED["gpt2"] | {"n_embd": "768"}, 'n_embd = "768": expected a whole number'),
+        (PUBLISHED["gpt2"] | {"n_embd": {"a": 1}}, 'n_embd = {"a": 1}: expected a whole number'),
+        (
+            PUBLISHED["gpt2"] | {"n_embd": 1 << 62},
+            f"n_inner follows from the other sizes as {1 << 64}: expected",
+        ),
+        (bloom(hidden_size="64"), 'hidden_size = "64": expected a whole number'),
+        (bloom(hidden_size=None, n_embed=[64]), "n_embed = [64]: expected a whole number"),
+        (
+            PUBLISHED["deepseek-v3"] | SHARED | {"n_shared_experts": -5},
+            "n_shared_experts = -5: expected a whole",
+        ),
+        (PUBLISHED["deepseek-v3"] | SHARED | {"n_shared_experts": "1"}, 'n_shared_experts = "1": expected a'),
+        (
+            PUBLISHED["deepseek-v3"] | SHARED | {"n_shared_experts": True},
+            "n_shared_experts = true: expected a",
+        ),
+    ],
+)
+def test_numbers_beyond_any_range_are_refused_by_file_and_key(
+    tmp_path: Path, content: dict[str, Any], says: str
+) -> None:
+    test_what_is_not_computed_is_refused(tmp_path, content, says)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load(str(tmp_path / "c.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"model_type": "llama", "hidden_size": 1e400}', "hidden_size = Infinity: expected a finite number"),
+        ("[" * 100_000, "not JSON: "),
+        ('{"model_type": "llama"', "not JSON: "),
+    ],
+)
+def test_a_text_that_is_no_such_file_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_model(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+    assert says in str(caught.value)
+
+
+def test_what_no_model_follows_from_may_be_anything(tmp_path: Path) -> None:
+    """Infinity is in published files, as a limit; some begin with a byte-order mark."""
+    path = written(tmp_path, LLAMA | {"time_limit": [0.0, float("inf")]})
+    path.write_text("\ufeff" + path.read_text())
+    assert read_model(path) == read_model(written(tmp_path, LLAMA))
+
+
+def test_a_value_that_no_file_gives_is_not_laid_to_config_json(tmp_path: Path) -> None:
+    """The name of a run follows from the name of its config."""
+    config = tmp_path / "a\\b.toml"
+    config.write_text(f'[model]\npath = "{written(tmp_path, LLAMA)}"\n')
+    with pytest.raises(ConfigError, match=r'b\.toml: run\.name = "a\\\\b": expected text without a slash'):
+        load(str(config))
+
+
 def test_keys_written_beside_a_path_count_more(tmp_path: Path) -> None:
     path = written(tmp_path, LLAMA)
     (tmp_path / "c.toml").write_text(f'[model]\npath = "{path}"\nlayers = 3\n')

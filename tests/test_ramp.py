@@ -162,3 +162,9 @@ def test_a_run_ramps_up_and_resumes_on_its_way(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{later}")
     fivefold(tmp_path, "train", "again", "--resume", "--set", "run.dir=again")
     assert numbers(metrics(tmp_path / "again")[-5:]) == numbers(rows[-5:])
+
+
+def test_a_huge_ramp_that_leads_nowhere_is_refused_with_the_nearest_that_do() -> None:
+    last = BatchPlan(2**31, 1, 2**31, 1, 4096)
+    with pytest.raises(ConfigError, match="nearest legal: 1 or 2147483647"):
+        plan_course(BatchRamp(start=1, increment=127, tokens=9), last)

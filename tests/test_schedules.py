@@ -178,6 +178,25 @@ def test_uneven_times_are_simulated() -> None:
 
 @given(
     name=st.sampled_from(NAMES),
+    ranks=st.integers(2, 9),
+    first=st.integers(1, 100),
+    step=st.integers(1, 20),
+    length=st.integers(0, 40),
+    multiple=st.booleans(),
+)
+def test_few_numbers_of_micro_batches_stand_for_all_of_a_ramp(
+    name: schedules.Name, ranks: int, first: int, step: int, length: int, multiple: bool
+) -> None:
+    counts = range(first, first + step * length, step)
+    if multiple:
+        counts = range(ranks * first, ranks * (first + step * length), ranks * step)
+    assert schedules.are_legal(name, ranks, counts) == all(
+        schedules.is_legal(name, ranks, count) for count in counts
+    )
+
+
+@given(
+    name=st.sampled_from(NAMES),
     p=ranks_st,
     m=st.integers(1, 20),
     v=st.integers(1, 3),

@@ -1,7 +1,10 @@
 """What a person is told when something asked for cannot be."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from math import isfinite
+from typing import Any
 
 
 class BadInput(ValueError):  # noqa: N818 - it names the input, not the program, as what is wrong
@@ -50,3 +53,17 @@ def nearest_multiples(value: int, unit: int) -> str:
 def shortened(text: str, length: int = 80) -> str:
     """`text` as an error line can quote it."""
     return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def flaw(value: Any) -> str:
+    """What no value of any key may be; "" where it is none of that."""
+    if isinstance(value, list | dict):
+        inner = value if isinstance(value, list) else [*value, *value.values()]
+        return next(filter(None, map(flaw, inner)), "")
+    if isinstance(value, float) and not isfinite(value):
+        return "expected a finite number"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return "expected a whole number of at most 64 bits"
+    if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
+        return "expected text without control characters, in UTF-8"
+    return ""

@@ -18,7 +18,7 @@ class Key:
 
     Attributes:
         theirs: the name written, then older ones that are read, too.
-        default: what an absent or null key means, or how it follows from the others.
+        default: what an absent or null key means, or how it follows from the sizes the file gives.
         values: their values that mean something here, and what; the first one of a meaning is written.
     """
 
@@ -70,8 +70,9 @@ _FULL_ATTENTION = {"use_sliding_window": (False,)}
 _GPT2_BIASES = {"norm": "layernorm", "qkv_bias": True, "output_bias": True}
 
 
-def _four_times(key: str) -> Callable[[Table], Any]:
-    return lambda theirs: 4 * theirs[key]
+def _four_times(*names: str) -> Callable[[Table], Any]:
+    """Four times the size that the first of the names has which is there."""
+    return lambda theirs: 4 * theirs[next((name for name in names if name in theirs), names[0])]
 
 
 FAMILIES: dict[str, Family] = {
@@ -164,7 +165,7 @@ FAMILIES: dict[str, Family] = {
             Key(
                 "ffn",
                 ("ffn_hidden_size",),
-                lambda theirs: 4 * (theirs.get("hidden_size") or theirs["n_embed"]),
+                _four_times("hidden_size", "n_embed"),
             ),
             Key("vocab", ("vocab_size",)),
             Key("max_positions", ("seq_length",), 2048),

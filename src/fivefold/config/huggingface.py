@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from fivefold.config.errors import ConfigError, did_you_mean, shortened
+from fivefold.config.errors import ConfigError, did_you_mean, flaw, shortened
 from fivefold.config.explain import KeyPath, key_paths
 from fivefold.config.families import FAMILIES, REQUIRED, Family, Key, Table
 from fivefold.config.model import Experts, Model
@@ -38,16 +38,16 @@ def read_config_json(path: str | Path) -> Table:
     """
     file = config_file(path)
     try:
-        theirs = json.loads(file.read_text(encoding="utf-8"))
+        theirs = json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # also of text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError also of text that is not UTF-8
         raise ConfigError(f"{file}: not JSON: {error}") from None
     if not isinstance(theirs, dict) or not isinstance(theirs.get("model_type"), str):
         raise ConfigError(f'{file}: no Hugging Face config.json (it has no "model_type")')
     if theirs["model_type"] not in FAMILIES:
         known = did_you_mean(theirs["model_type"], FAMILIES)
-        raise ConfigError(f'{file}: model_type "{theirs["model_type"]}" is not known here; {known}')
+        raise ConfigError(f"{file}: model_type {_shown(theirs['model_type'])} is not known here; {known}")
     return theirs
 
 
@@ -87,9 +87,7 @@ def read_model(path: str | Path) -> Model:
         ours = tuple(str(error).partition(" - at `$.")[2].rstrip("`").split("."))
         name, value = written_as(theirs, ours)
         expected = key_paths()["model", *ours].type
-        raise ConfigError(
-            f"{config_file(path)}: {name} = {shortened(json.dumps(value))}: expected {expected}"
-        ) from None
+        raise ConfigError(f"{config_file(path)}: {name} = {_shown(value)}: expected {expected}") from None
 
 
 def written_as(theirs: Table, ours: KeyPath) -> tuple[str, Any]:
@@ -148,6 +146,9 @@ def _flat(model: Model) -> Table:
 
 
 def _not_computed(theirs: Table, family: Family) -> Iterator[str]:
+    for name, value in _read(theirs, family):
+        if problem := flaw(value):
+            yield f"{name} = {_shown(value)}: {problem}"
     for name, values in family.accepted.items():
         if name in theirs and theirs[name] not in values:
             yield _refusal(name, theirs[name], [json.dumps(value) for value in values])
@@ -163,7 +164,7 @@ def _not_computed(theirs: Table, family: Family) -> Iterator[str]:
                 yield _refusal(name, theirs[name], key.values)
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(theirs.get(name) or {}, dict):
-            yield f"{name} = {json.dumps(theirs[name])}: expected an object"
+            yield f"{name} = {_shown(theirs[name])}: expected an object"
             return
     rope_type = _rope(theirs)["rope_type"]
     if family.rope_theta and rope_type not in family.rope_types:
@@ -171,7 +172,32 @@ def _not_computed(theirs: Table, family: Family) -> Iterator[str]:
 
 
 def _refusal(name: str, value: Any, computed: Iterable[str]) -> str:
-    return f"{name} = {json.dumps(value)}: not computed here; expected {' or '.join(computed)}"
+    return f"{name} = {_shown(value)}: not computed here; expected {' or '.join(computed)}"
+
+
+def _shown(value: Any) -> str:
+    return shortened(json.dumps(value))
+
+
+def _read(theirs: Table, family: Family) -> Iterator[tuple[str, Any]]:
+    """The keys that a family's model follows from, and what the file says of them."""
+    tables = [(theirs, [name for key in family.keys for name in key.theirs])]
+    if family.rope_theta:
+        tables.append((theirs, ["rope_theta"]))
+        own = (theirs.get("rope_parameters"), theirs.get("rope_scaling"))
+        tables += [(rope, ["rope_theta", *_ROPE_SCALING.values()]) for rope in own if isinstance(rope, dict)]
+    for table, names in tables:
+        yield from ((name, table[name]) for name in names if table.get(name) is not None)
+
+
+class _Sizes(Table):
+    """A config.json from which other sizes follow: what is read must be one."""
+
+    def __getitem__(self, name: str) -> int:
+        size = super().__getitem__(name)
+        if type(size) is not int or size < 0:
+            raise ConfigError(f"{name} = {_shown(size)}: expected a whole number ≥ 0")
+        return size
 
 
 def _value(theirs: Table, key: Key) -> Any:
@@ -181,9 +207,12 @@ def _value(theirs: Table, key: Key) -> Any:
     if not callable(key.default):
         return key.default
     try:
-        return key.default(theirs)
-    except (KeyError, TypeError):
+        found = key.default(_Sizes((name, value) for name, value in theirs.items() if value is not None))
+    except KeyError:
         raise ConfigError(f"{key.theirs[0]} is missing, and does not follow from the other sizes") from None
+    if problem := flaw(found):
+        raise ConfigError(f"{key.theirs[0]} follows from the other sizes as {_shown(found)}: {problem}")
+    return found
 
 
 def _rope(theirs: Table) -> Table:

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import tomli_w
 
-from fivefold.config.errors import ConfigError, did_you_mean, shortened
+from fivefold.config.errors import ConfigError, did_you_mean, flaw, shortened
 from fivefold.config.explain import KeyPath, hint, key_paths, section_paths
 from fivefold.config.huggingface import config_file, model_table, read_config_json, written_as
 from fivefold.config.tree import Config
@@ -124,8 +123,10 @@ class _HuggingFace(_Source):
 
 
 def _origin(path: KeyPath, sources: Sequence[_Source]) -> _Source:
-    """Where the value of a key comes from: the last source that gives it, else the file."""
-    return next((each for each in reversed(sources) if each.holds(path)), sources[0])
+    """Where the value of a key comes from: the last source that gives it, else the config itself, from which it
+    follows."""
+    itself = next(each for each in sources if not isinstance(each, _HuggingFace))
+    return next((each for each in reversed(sources) if each.holds(path)), itself)
 
 
 def _key_lines(text: str) -> dict[KeyPath, int]:
@@ -258,26 +259,12 @@ def _check(source: _Source, node: Table, above: KeyPath = ()) -> None:
             _check(source, value, path)
         elif path not in key_paths():
             raise source.error(path, f": unknown key; {hint(path)}")
-        elif flaw := _flaw(value):
-            raise source.error(path, f" = {_shown(value)}: {flaw}")
+        elif problem := flaw(value):
+            raise source.error(path, f" = {_shown(value)}: {problem}")
 
 
 def _first_key(section: KeyPath) -> str:
     return next(item.key for path, item in key_paths().items() if path[: len(section)] == section)
-
-
-def _flaw(value: Any) -> str:
-    """What no value of any key may be; "" where it is none of that."""
-    if isinstance(value, list | dict):
-        inner = value if isinstance(value, list) else [*value, *value.values()]
-        return next(filter(None, map(_flaw, inner)), "")
-    if isinstance(value, float) and not isfinite(value):
-        return "expected a finite number"
-    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
-        return "expected a whole number of at most 64 bits"
-    if isinstance(value, str) and re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", value):
-        return "expected text without control characters, in UTF-8"
-    return ""
 
 
 def _convert(table: Table, sources: Sequence[_Source]) -> Config:

@@ -22,6 +22,14 @@ class Stage(NamedTuple):
     rows: tuple[tuple[Row, float], ...]  # traffic of one micro-batch, and how many layers have it
 
 
+class Kept(NamedTuple):
+    """Bytes that a layer of each kind keeps of a micro-batch for backward (0 of a kind the model has not)."""
+
+    dense: float
+    expert: float
+    live: float  # activations that recomputation brings back while one layer's backward runs
+
+
 class Costs(NamedTuple):
     """What the kinds of layer and the edges cost under one job: enough to build any stage."""
 
@@ -31,25 +39,37 @@ class Costs(NamedTuple):
     last: Work
     saved_dense: float
     saved_expert: float
-    live: float  # activations that recomputation brings back while one layer's backward runs
+    live: float
 
 
-def costs(job: Job) -> Costs:
-    """Costs of every kind of layer the model has."""
-    model = job.model
-    has_dense = not model.experts.count or model.experts.dense_layers > 0
-    has_expert = bool(model.experts.count)
-    return Costs(
-        layer_work(job, False) if has_dense else None,
-        layer_work(job, True) if has_expert else None,
-        edge_work(job, True, False),
-        edge_work(job, False, True),
+def kept(job: Job) -> Kept:
+    """Bytes of every kind of layer the model has."""
+    has_dense, has_expert = _kinds(job)
+    return Kept(
         activations.saved(job, False) if has_dense else 0.0,
         activations.saved(job, True) if has_expert else 0.0,
         max(
             activations.live(job, False) if has_dense else 0.0,
             activations.live(job, True) if has_expert else 0.0,
         ),
+    )
+
+
+def _kinds(job: Job) -> tuple[bool, bool]:
+    """Whether the model has dense layers, and expert layers."""
+    experts = job.model.experts
+    return not experts.count or experts.dense_layers > 0, bool(experts.count)
+
+
+def costs(job: Job) -> Costs:
+    """Costs of every kind of layer the model has."""
+    has_dense, has_expert = _kinds(job)
+    return Costs(
+        layer_work(job, False) if has_dense else None,
+        layer_work(job, True) if has_expert else None,
+        edge_work(job, True, False),
+        edge_work(job, False, True),
+        *kept(job),
     )
 
 

@@ -1,20 +1,19 @@
-"""Bounds of the search: seconds no layout of a point beats, bytes none stays below."""
+"""Bounds of the search: seconds that no layout of a group, series or point beats."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from operator import mul
 from typing import NamedTuple
 
 from fivefold.config.model import Model
 from fivefold.ledger.job import Job
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.pipeline import Costs, Stage
-from fivefold.ledger.shards import contents, parts
-from fivefold.ledger.simulate import StageTimes, least_alike, most_in_flight
+from fivefold.ledger.shards import contents
+from fivefold.ledger.simulate import StageTimes, least_alike
 from fivefold.ledger.total import Closing
-from fivefold.planner.space import Group, Point, Request, Series
+from fivefold.planner.space import Group, Point
 from fivefold.spec import schedules
 from fivefold.spec.schedules import Entry, Kind
 
@@ -82,34 +81,6 @@ def series_bound(group: Group, prices: Prices, model: Model) -> float:
     """An even share of all work, whatever the schedule."""
     whole = rank_contents(model, "1f1b", 1, 1).distinct[0]
     return group.microbatches * _cost(whole, prices.both) / group.pp + Physics().step
-
-
-def series_memory(request: Request, series: Series, cost: Costs) -> float:
-    """Bytes of an even share: states split as far as they go, and the schedule's micro-batches in flight."""
-    group, p = series.group, series.group.pp
-    whole = rank_contents(request.model, "1f1b", 1, 1).distinct[0]
-    saved = (whole.dense * cost.saved_dense + whole.expert * cost.saved_expert) / p
-    held = group.microbatches if series.schedule == "gpipe" else min(group.microbatches, p)
-    return _states(request, series, whole, p) + cost.live + saved * held + Physics().context_bytes
-
-
-def _states(request: Request, series: Series, whole: RankContent, p: int) -> float:
-    """Least bytes of states of the fullest of p ranks: a pipeline keeps gradients whole and parameters whole,
-    or gathered where backward is not split; all else over every data-parallel rank."""
-    shape, stack, group = series.shape, request.stack, series.group
-    part = parts(request.model, shape.tp, shape.ep, shape.tp)
-    spread = group.data_parallel * shape.cp
-    dense = (whole.dense * part.dense_layer.dense + whole.expert * part.expert_layer.dense) / p
-    expert = whole.expert * part.expert_layer.expert / p
-    if p == 1:
-        dense += part.embedding.dense
-    fewest = dense / spread + expert / max(1, spread // shape.ep)
-    moments = stack.moments - stack.spared_moments  # as if all were matrices
-    if p == 1:
-        return (stack.master + stack.gradient + moments) * fewest
-    split = series.schedule in schedules.SPLITS_BACKWARD
-    read = stack.master if split else min(stack.master, stack.gather)
-    return (stack.gradient + read) * (dense + expert) + moments * fewest
 
 
 class Through(NamedTuple):
@@ -291,15 +262,3 @@ def _through(
                 returned = clock if stage == first else returned
         waiting.clear()
     return clock, returned
-
-
-def held_bytes(job: Job, built: Sequence[Stage], rank: int) -> float:
-    """Bytes of activations in flight on a rank at its fullest, from the order of its work alone."""
-    own = schedules.stages_of_rank(job.schedule, rank, job.pp, job.chunks)
-    saved = [built[index].saved for index in own]
-    if job.pp == 1:
-        return sum(saved)
-    splits = any(stage.times.weight_grad for stage in built)
-    together = most_in_flight(job.schedule, job.pp, job.microbatches, job.chunks, rank, splits)
-    sizes: Iterator[float] = (sum(map(mul, counts, saved)) for counts in together)
-    return max(sizes)

@@ -2,15 +2,16 @@
 
 1. Costs of a layer depend only on its shape (tp, sp, cp, ep, micro-batch, recompute): computed once per shape.
 2. Degrees and micro-batches form groups, a group's schedules and recompute modes series, a series' chunks points;
-   each has a lower bound of its step and of its memory (planner/bounds.py). Best bound first they are opened; what
-   cannot fit, or cannot enter the ranking any more, never is.
+   each has a lower bound of its step (planner/bounds.py) and of its memory (planner/memory.py). Micro-batches too
+   large for the degrees are not even costed. Best bound first the others are opened; what cannot fit, or cannot
+   enter the ranking any more, never is.
 3. A point whose memory passes gets the bound of its busiest rank working alone; what is still ahead of the ranking
    then, with the traffic and update of its best division of data-parallel ranks; what is ahead still is simulated,
    once for all divisions.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from time import perf_counter
@@ -22,16 +23,8 @@ from fivefold.ledger.pipeline import Costs, Stage
 from fivefold.ledger.shards import Share, contents, together
 from fivefold.ledger.simulate import collector_paused
 from fivefold.ledger.total import Closing
-from fivefold.planner.bounds import (
-    End,
-    Prices,
-    alone,
-    busiest,
-    held_bytes,
-    quick_bound,
-    series_bound,
-    series_memory,
-)
+from fivefold.planner.bounds import End, Prices, alone, busiest, quick_bound, series_bound
+from fivefold.planner.memory import MemoryBounds, held_bytes
 from fivefold.planner.space import (
     Group,
     Point,
@@ -39,8 +32,8 @@ from fivefold.planner.space import (
     Series,
     Shape,
     data_layouts,
-    groups,
-    modes,
+    job_of,
+    ladders,
     points,
     series_of,
 )
@@ -77,34 +70,6 @@ class Outcome:
     tightest: tuple[Job, float] | None
 
 
-def job_of(request: Request, point: Point, zero: int = 0, replicate: int = 0, shard: int = 1) -> Job:
-    """The job of a point with its data-parallel ranks divided."""
-    shape = point.shape
-    return Job(
-        model=request.model,
-        hardware=request.hardware,
-        micro_batch=shape.micro_batch,
-        microbatches=point.microbatches,
-        sequence_length=request.sequence_length,
-        pp=point.pp,
-        dp_replicate=replicate or point.data_parallel,
-        dp_shard=shard,
-        cp=shape.cp,
-        tp=shape.tp,
-        ep=shape.ep,
-        zero=zero,
-        sequence_parallel=shape.sequence_parallel,
-        context=request.context,  # type: ignore[arg-type]
-        schedule=point.schedule,
-        chunks=point.chunks,
-        recompute=shape.recompute,  # type: ignore[arg-type]
-        precision=request.precision,
-        itemsize=request.itemsize,
-        stack=request.stack,
-        imbalance=1.2 if shape.ep > 1 else 1.0,
-    )
-
-
 class _Found:
     """What a search has found so far."""
 
@@ -116,18 +81,14 @@ class _Found:
         self.tightest: tuple[Job, float] | None = None
 
     def missed(self, request: Request, series: Series, missing: float) -> None:
-        """A series none of whose layouts fits, or that stands for all of its group: what is named is one of them that
-        is legal, its states split over the most ranks."""
+        """A series none of whose layouts fits: what is named is one of them, its states split over the most ranks."""
         if self.tightest is not None and missing >= self.tightest[1]:
             return
-        for legal in (series, *reversed([*series_of(request, series.group)])):
-            for point in points(request, legal):
-                if layouts := data_layouts(request, point):
-                    self.tightest = (
-                        job_of(request, point, *max(layouts, key=lambda own: (own[0], own[2]))),
-                        missing,
-                    )
-                    return
+        for point in points(request, series):
+            if layouts := data_layouts(request, point):
+                split = max(layouts, key=lambda own: (own[0], own[2]))
+                self.tightest = job_of(request, point, *split), missing
+                return
 
     def layout_missed(self, job: Job, missing: float) -> None:
         if self.tightest is None or missing < self.tightest[1]:
@@ -166,6 +127,7 @@ class Costing:
         self.closings: dict[tuple[object, ...], Closing] = {}
         self.known_ends: dict[tuple[object, ...], tuple[End, ...]] = {}
         self.known: dict[Shape, tuple[Costs, Prices]] = {}
+        self.memory = MemoryBounds(request)
         self.messages: dict[tuple[Shape, int], float] = {}
 
     def of(self, series: Series) -> tuple[Costs, Prices]:
@@ -263,7 +225,7 @@ def _searched(request: Request, keep: int) -> _Found:
     costing, found = Costing(request), _Found(keep)
     queue: list[tuple[float, int, Group | Series | Point | Ended | Fitting | Bounded]] = []
     order = count()
-    for group in groups(request):
+    for group in possible(request, costing):
         prices = costing.of(Series(group, group.shape, "1f1b"))[1]
         queue.append((series_bound(group, prices, request.model), next(order), group))
     heapq.heapify(queue)
@@ -280,16 +242,26 @@ def _searched(request: Request, keep: int) -> _Found:
     return found
 
 
+def possible(request: Request, costing: Costing) -> Iterator[Group]:
+    """The groups without those of which one micro-batch of one layer does not fit: larger micro-batches with the same
+    degrees fit no better. The smallest always stays: what is missing is found on the way."""
+    for ladder in ladders(request):
+        for group in ladder.groups():
+            missing = costing.memory.of_group(group) - request.hardware.device.memory
+            if missing > 0 and group.shape.micro_batch > ladder.micro_batches[0]:
+                break
+            yield group
+
+
 def _open(
     request: Request, item: Group | Series | Point | Ended | Fitting, costing: Costing, found: _Found
 ) -> Iterator[tuple[float, Series | Point | Ended | Fitting | Bounded]]:
     """What an item consists of, each with its bound; what cannot fit is left out."""
     if isinstance(item, Group):
-        for series in _series(request, item, costing, found):
-            cost, prices = costing.of(series)
-            missing = series_memory(request, series, cost) - request.hardware.device.memory
+        for series in series_of(request, item):
+            missing = costing.memory.of_series(series) - request.hardware.device.memory
             if missing <= 0:
-                yield series_bound(item, prices, request.model), series
+                yield series_bound(item, costing.of(series)[1], request.model), series
             else:
                 found.missed(request, series, missing)
     elif isinstance(item, Series):
@@ -303,18 +275,6 @@ def _open(
         yield from _fitting(request, item.point, costing, found)
     else:
         yield _bounded(item, costing)
-
-
-def _series(request: Request, group: Group, costing: Costing, found: _Found) -> Iterable[Series]:
-    """The series of a group, unless none fits: not even with the most recomputation and the fewest in flight."""
-    if group.pp > 1 and "schedule" not in request.fixed:
-        shape = group.shape._replace(recompute=modes(request)[-1])
-        series = Series(group, shape, "1f1b")
-        missing = series_memory(request, series, costing.of(series)[0]) - request.hardware.device.memory
-        if missing > 0:
-            found.missed(request, series, missing)
-            return ()
-    return series_of(request, group)
 
 
 def end_bound(request: Request, point: Point, costing: Costing) -> Iterator[tuple[float, Ended]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from fivefold.config.errors import ConfigError
 from fivefold.config.model import Model
 from fivefold.config.tree import Parallel
 from fivefold.ledger.hardware import Hardware
-from fivefold.ledger.job import Stack
+from fivefold.ledger.job import Job, Stack
 from fivefold.spec import schedules
 from fivefold.spec.legal import check_layout
 from fivefold.spec.mesh import Mesh
@@ -52,9 +53,11 @@ class Request:
         return all(batch % unit == 0 for batch in (self.global_batch, *self.smaller[:2]))
 
     def can_run(self, schedule: schedules.Name, pp: int, unit: int) -> bool:
-        """Whether the schedule exists for the micro-batches of every batch."""
-        batches = (self.global_batch, *self.smaller)
-        return all(schedules.is_legal(schedule, pp, batch // unit) for batch in batches)
+        """Whether the schedule exists for the micro-batches of every batch, each a multiple of `unit`."""
+        smaller = self.smaller
+        counts = range(smaller.start // unit, smaller.stop // unit, max(1, smaller.step // unit))
+        last = self.global_batch // unit
+        return schedules.is_legal(schedule, pp, last) and schedules.are_legal(schedule, pp, counts)
 
     def allows(self, key: str, value: Any) -> bool:
         return key not in self.fixed or self.fixed[key] == value
@@ -78,6 +81,19 @@ class Group(NamedTuple):
     pp: int
     data_parallel: int
     microbatches: int
+
+
+class Ladder(NamedTuple):
+    """Degrees, and all micro-batches that divide the batch with them, in ascending order; `least` is the group of the
+    smallest."""
+
+    least: Group
+    micro_batches: tuple[int, ...]
+
+    def groups(self) -> Iterator[Group]:
+        shape, share = self.least.shape, self.least.shape.micro_batch * self.least.microbatches
+        for micro in self.micro_batches:
+            yield self.least._replace(shape=shape._replace(micro_batch=micro), microbatches=share // micro)
 
 
 class Series(NamedTuple):
@@ -125,10 +141,21 @@ def check_size(what: str, number: int) -> None:
         raise ConfigError(f"{what} = {number}: expected at most {MOST}")
 
 
-def divisors(number: int) -> list[int]:
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
     """In ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
+    found, rest, prime = [1], number, 2
+    while rest > 1:
+        if prime * prime > rest:
+            prime = rest
+        powers = [1]
+        while rest % prime == 0:
+            rest //= prime
+            powers.append(powers[-1] * prime)
+        if len(powers) > 1:
+            found = [divisor * power for divisor in found for power in powers]
+        prime += 1
+    return tuple(sorted(found))
 
 
 def legal_tp(request: Request) -> list[int]:
@@ -204,6 +231,12 @@ def points(request: Request, series: Series) -> Iterator[Point]:
 
 def groups(request: Request) -> Iterator[Group]:
     """Every legal choice of degrees whose product is the cluster, and of micro-batches that divide the batch."""
+    for ladder in ladders(request):
+        yield from ladder.groups()
+
+
+def ladders(request: Request) -> Iterator[Ladder]:
+    """Every legal choice of degrees with which some micro-batch divides the batch."""
     world = request.hardware.devices
     cheapest = modes(request)[0]
     for tp in legal_tp(request):
@@ -215,19 +248,54 @@ def groups(request: Request) -> Iterator[Group]:
                 continue
             for cp in _allowed(request, "cp", divisors(world // tp // pp)):
                 replicas = world // tp // pp // cp
-                if (
-                    cp > request.sequence_length
-                    or not request.carries(replicas)
-                    or not _legal_cp(request, cp, tp)
-                ):
+                if cp > request.sequence_length or not _legal_cp(request, cp, tp):
                     continue
-                share = request.global_batch // replicas
-                micros = [micro for micro in divisors(share) if request.carries(replicas * micro)]
-                for micro in _allowed(request, "micro_batch", micros):
-                    for ep in legal_ep(request, replicas * cp):
-                        for sp in sequence:
-                            shape = Shape(tp, sp, cp, ep, micro, cheapest)
-                            yield Group(shape, pp, replicas, share // micro)
+                micros = _micro_batches(request, replicas)
+                for ep in legal_ep(request, replicas * cp) if micros else ():
+                    for sp in sequence:
+                        shape = Shape(tp, sp, cp, ep, micros[0], cheapest)
+                        share = request.global_batch // replicas
+                        yield Ladder(Group(shape, pp, replicas, share // micros[0]), micros)
+
+
+def _micro_batches(request: Request, replicas: int) -> tuple[int, ...]:
+    """Micro-batches of which every batch is a multiple over the replicas, in ascending order."""
+    if not request.carries(replicas):
+        return ()
+    micros = divisors(request.global_batch // replicas)
+    return tuple(
+        micro
+        for micro in micros
+        if request.allows("micro_batch", micro) and request.carries(replicas * micro)
+    )
+
+
+def job_of(request: Request, point: Point, zero: int = 0, replicate: int = 0, shard: int = 1) -> Job:
+    """The job of a point with its data-parallel ranks divided."""
+    shape = point.shape
+    return Job(
+        model=request.model,
+        hardware=request.hardware,
+        micro_batch=shape.micro_batch,
+        microbatches=point.microbatches,
+        sequence_length=request.sequence_length,
+        pp=point.pp,
+        dp_replicate=replicate or point.data_parallel,
+        dp_shard=shard,
+        cp=shape.cp,
+        tp=shape.tp,
+        ep=shape.ep,
+        zero=zero,
+        sequence_parallel=shape.sequence_parallel,
+        context=request.context,  # type: ignore[arg-type]
+        schedule=point.schedule,
+        chunks=point.chunks,
+        recompute=shape.recompute,  # type: ignore[arg-type]
+        precision=request.precision,
+        itemsize=request.itemsize,
+        stack=request.stack,
+        imbalance=1.2 if shape.ep > 1 else 1.0,
+    )
 
 
 def nearest_batches(request: Request) -> list[int]:
@@ -281,24 +349,35 @@ def data_layouts(request: Request, point: Point) -> list[tuple[int, int, int]]:
 def size(request: Request) -> int:
     """How many layouts the space has."""
     count = 0
-    ways: dict[tuple[int, int], tuple[int, int]] = {}  # points with and without a split backward
+    ways: dict[tuple[int, int], tuple[int, int]] = {}  # of a number of micro-batches
+    sums: dict[tuple[int, int], tuple[int, int]] = {}  # of all numbers of micro-batches
     # divisions of the data-parallel ranks of each
     splits: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
-    for group in groups(request):
-        pipe = group.pp, group.microbatches
+    for ladder in ladders(request):
+        group = ladder.least
+        pipe = group.pp, group.data_parallel
         data = group.data_parallel, group.shape.cp, group.shape.ep, group.pp > 1
-        if pipe not in ways:
-            whole = halves = 0
-            for series in series_of(request, group):
-                if group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD:
-                    halves += sum(1 for _ in points(request, series))
-                else:
-                    whole += sum(1 for _ in points(request, series))
-            ways[pipe] = whole, halves
+        if pipe not in sums:
+            for step in ladder.groups():
+                if (step.pp, step.microbatches) not in ways:
+                    ways[step.pp, step.microbatches] = _ways(request, step)
+            each = [ways[step.pp, step.microbatches] for step in ladder.groups()]
+            sums[pipe] = sum(whole for whole, _ in each), sum(halves for _, halves in each)
         if data not in splits:
             splits[data] = (
                 len(data_layouts(request, Point(Series(group, group.shape, "1f1b"), 1))),
                 len(data_layouts(request, Point(Series(group, group.shape, "zb_h1"), 1))),
             )
-        count += sum(map(mul, ways[pipe], splits[data]))
+        count += sum(map(mul, sums[pipe], splits[data]))
     return count
+
+
+def _ways(request: Request, group: Group) -> tuple[int, int]:
+    """Points with a whole backward, and with a split one."""
+    whole = halves = 0
+    for series in series_of(request, group):
+        if group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD:
+            halves += sum(1 for _ in points(request, series))
+        else:
+            whole += sum(1 for _ in points(request, series))
+    return whole, halves

@@ -111,7 +111,9 @@ def plan_course(ramp: BatchRamp, last: BatchPlan) -> BatchCourse:
             f"batch.ramp.start = {ramp.start}: expected less than the global batch {last.global_batch} it grows to"
         )
     if rise % ramp.increment:
-        legal = [unit * count for count in range(1, rise // unit + 1) if rise % (unit * count) == 0]
+        most = rise // unit
+        small = [count for count in range(1, min(most, 1 << 16) + 1) if most % count == 0]
+        legal = [unit * count for count in (*small, *(most // count for count in small))]
         raise ConfigError(
             f"batch.ramp.increment = {ramp.increment}: does not lead from start {ramp.start} to the global batch "
             f"{last.global_batch}; nearest legal: {nearest(ramp.increment, legal)}"

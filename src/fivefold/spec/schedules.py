@@ -76,6 +76,13 @@ def is_legal(name: Name, ranks: int, microbatches: int) -> bool:
     return name != "dualpipev" or microbatches >= 2 * ranks
 
 
+def are_legal(name: Name, ranks: int, counts: range) -> bool:
+    """`is_legal` of every number of micro-batches of an ascending range. From ranks² on rounds are equal where ranks
+    divide the number, so two such numbers stand for all of them."""
+    few = max(0, -(-(ranks * ranks - counts.start) // counts.step)) if counts else 0
+    return all(is_legal(name, ranks, count) for count in counts[: few + 2])
+
+
 def nearest_legal(name: Name, ranks: int, microbatches: int) -> tuple[int, ...]:
     """The legal numbers of micro-batches next below and next above (itself alone when legal)."""
     if is_legal(name, ranks, microbatches):
