@@ -51,8 +51,9 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def shortened(text: str, length: int = 80) -> str:
-    """`text` as an error line can quote it."""
-    return text if len(text) <= length else text[: length - 1] + "…"
+    """`text` as an error line can quote it: with its end, which in paths tells most."""
+    begin = length // 3
+    return text if len(text) <= length else f"{text[:begin]}…{text[begin + 1 - length :]}"
 
 
 def flaw(value: Any) -> str:
