@@ -113,8 +113,8 @@ class Execution:
 
     def _run(self, chunks: "Sequence[Tensor] | Mapping[int, Tensor]", operation: Operation = "sum") -> None:
         """Receives are posted a round ahead. gloo sends nothing before it has word that it is awaited, and over a slow
-        link this word would queue behind data that go the same way. Not so with NCCL: a batch that holds a receive of
-        the next round would not end before the peer's next batch, nor that one begin."""
+        link this word presumably queues behind data that go the same way. Not so with NCCL: a batch that holds a
+        receive of the next round would not end before the peer's next batch, nor that one begin."""
         combine = _COMBINE[operation]
         landings = self._landings(0, chunks)
         early = next(iter(chunks.values() if isinstance(chunks, Mapping) else chunks)).device.type == "cpu"

@@ -191,9 +191,9 @@ class _Sharding:
             if spec.name == "embedding.weight" and is_tied_apart(config.model, config.parallel, mesh):
                 number *= 2
             shards = division.shard.group if division.shard else None
-            has_momentum = momentum > 0 and spec.name not in copied
+            momentum_corrected = momentum > 0 and spec.name not in copied
             self.local[spec.name] = LocalParameter(
-                spec, own, value, number, shards, self._tensor, has_momentum
+                spec, own, value, number, shards, self._tensor, momentum_corrected
             )
         return bucket
 

@@ -30,7 +30,7 @@ class LocalParameter:
         shards: the ZeRO group, whose ranks together hold what tensor and expert parallel assign to each of them;
             None = not sharded.
         tensor: the tensor-parallel group, each rank with a part of the parameter or a copy; None = no tensor parallel.
-        has_momentum: gradient compression applies the optimizer's momentum to this parameter; the optimizer does not.
+        momentum_corrected: gradient compression applies momentum to its gradient; the optimizer keeps none.
     """
 
     spec: Parameter
@@ -39,7 +39,7 @@ class LocalParameter:
     copies: int
     shards: ProcessGroup | None = None
     tensor: ProcessGroup | None = None
-    has_momentum: bool = False
+    momentum_corrected: bool = False
 
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient."""

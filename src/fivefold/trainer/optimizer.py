@@ -31,9 +31,9 @@ class LocalOptimizer:
                 groups, lr=options.lr, betas=options.betas, eps=options.eps, fused=True
             )
         else:
-            own = [p for p in self._plain if not p.has_momentum]
+            own = [p for p in self._plain if not p.momentum_corrected]
             groups = [group | {"momentum": options.momentum} for group in _groups(options, own)]
-            groups += _groups(options, [p for p in self._plain if p.has_momentum])
+            groups += _groups(options, [p for p in self._plain if p.momentum_corrected])
             self.torch = torch.optim.SGD(groups, lr=options.lr)
         self._moments = [(p, name) for p in self._plain for name in _moments(options, p)]
         for parameter, name in self._moments:
@@ -88,4 +88,4 @@ def _moments(options: Optimizer, parameter: LocalParameter) -> tuple[str, ...]:
     """Names of what torch keeps of a parameter between steps."""
     if options.name != "sgd":
         return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if options.momentum and not parameter.has_momentum else ()
+    return ("momentum_buffer",) if options.momentum and not parameter.momentum_corrected else ()
