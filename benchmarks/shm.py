@@ -8,9 +8,10 @@ turn: those of "gloo" and "shm" are forks of one process, as `fivefold` starts t
 Python of its own, as torchrun, srun and mpirun start them, mpirun OpenMPI's. A time is the mean over a turn's calls,
 of the slowest rank, as nccl-tests and the OSU benchmarks count, after as many calls to warm up as the former makes; of
 these the median over the turns, and the best, which other processes on the machine disturb least. A ratio is the median
-of the turns' ratios. Bus bandwidth is bytes over time, times 2(n-1)/n for all_reduce and (n-1)/n for the others. What
-is sent is written anew before each call, as in training: else who reads it where it lies (OpenMPI) finds it in its own
-cache after the first call.
+of the turns' ratios; of bus bandwidths it is the same. What is sent is written anew before each call, as in training:
+else who reads it where it lies (OpenMPI) finds it in its own cache after the first call. "+ write" is a call and this
+writing: memory that another core has read is slow to write, be it a slot of ours, within the call, or what OpenMPI
+sent, before the next one.
 
 Steps are of two ranks, float32, one thread each, of the sizes in side_by_side/sizes.py. Both transports' ranks are
 started once and take turns; a ratio is of the medians of all turns.
@@ -33,7 +34,7 @@ from itertools import count, product
 from pathlib import Path
 from statistics import median
 from threading import Thread
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,6 +52,13 @@ APART = "shm apart"
 PATIENCE = timedelta(minutes=10)
 Call: TypeAlias = Callable[[str, Any, Any], None]
 MACHINE = {"matmul": "highest", "malloc": "keep", "peak_flops": 1e11}  # for both: nothing is measured
+
+
+class Turn(NamedTuple):
+    """Mean seconds of a call, and of a call with the writing before it, on the slowest rank."""
+
+    call: float
+    round: float
 
 
 def main() -> None:
@@ -125,23 +133,23 @@ def compare(ranks: int, primitives: Sequence[str], rounds: int) -> None:
             stack.callback(subprocess.Popen([*own, f"--rank={rank}", f"--ranks={ranks}"]).wait)
         stack.callback(lambda: [store.set(f"{system} {next(turns[system])}", "end") for system in systems])
         print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
-        print(
-            f"{'primitive':<15}{'bytes':>10}", *(f"{name:>9}: µs {'best':>8} {'GB/s':>6}" for name in systems)
-        )
+        print(f"{'primitive':<15}{'bytes':>10}", *(f"{name:>9}: µs   best + write" for name in systems))
         for primitive, size in product(primitives, SIZES):
-            row: dict[str, list[float]] = {name: [] for name in systems}
+            row: dict[str, list[Turn]] = {name: [] for name in systems}
             for turn in range(rounds):
                 for place in range(len(systems)):
                     system = systems[(turn + place) % len(systems)]
                     name = f"{system} {next(turns[system])}"
                     store.set(name, f"{primitive} {size}")
-                    answers = [store.get(f"{name} {rank}") for rank in range(ranks)]
-                    row[system].append(max(map(float, answers)))
-            print(report(primitive, size, ranks, row), flush=True)
+                    answers = [store.get(f"{name} {rank}").decode().split() for rank in range(ranks)]
+                    row[system].append(
+                        Turn(*(max(map(float, column)) for column in zip(*answers, strict=True)))
+                    )
+            print(report(primitive, size, row), flush=True)
 
 
 def serve(system: str, rank: int, ranks: int, store: Any, call: Call, barrier: Callable[[], object]) -> None:
-    """One rank of a system: tells the mean seconds of a call in each of its turns."""
+    """One rank of a system: tells the mean seconds of a call, and with what is written before, of each of its turns."""
     import torch
 
     torch.set_num_threads(1)
@@ -165,13 +173,14 @@ def serve(system: str, rank: int, ranks: int, store: Any, call: Call, barrier: C
         for _ in range(WARM_UP_CALLS):
             call(primitive, out, source)
         barrier()
-        total = 0.0
+        calls = 0.0
+        began = time.perf_counter()
         for _ in range(repeats):
             source.fill_(1.0)
             before = time.perf_counter()
             call(primitive, out, source)
-            total += time.perf_counter() - before
-        store.set(f"{name} {rank}", str(total / repeats))
+            calls += time.perf_counter() - before
+        store.set(f"{name} {rank}", f"{calls / repeats} {(time.perf_counter() - began) / repeats}")
 
 
 def over_torch(rank: int, ranks: int, system: str, port: int) -> None:
@@ -222,19 +231,18 @@ def over_mpi(port: int) -> None:
     serve("OpenMPI", world.Get_rank(), world.Get_size(), store, call, world.Barrier)
 
 
-def report(primitive: str, size: int, ranks: int, row: dict[str, list[float]]) -> str:
+def report(primitive: str, size: int, row: dict[str, list[Turn]]) -> str:
     """A line of the table with the ratios the bars are about."""
-    factor = (2 if primitive == "all_reduce" else 1) * (ranks - 1) / ranks
-    cells = [
-        f"{median(seconds) * 1e6:13.0f} {min(seconds) * 1e6:8.0f} {size * factor / median(seconds) / 1e9:6.2f}"
-        for seconds in row.values()
-    ]
-    shm = row["shm"]
-    ratios = []
-    for name, seconds in row.items():
+    cells, ratios = [], []
+    for name, turns in row.items():
+        calls, rounds = zip(*turns, strict=True)
+        cells.append(f"{median(calls) * 1e6:13.0f} {min(calls) * 1e6:6.0f} {median(rounds) * 1e6:7.0f}")
         if name != "shm":
-            turns = median(other / own for other, own in zip(seconds, shm, strict=True))
-            ratios.append(f"{name} / shm = {turns:.2f} (best {min(seconds) / min(shm):.2f})")
+            pairs = list(zip(turns, row["shm"], strict=True))
+            call = median(other.call / own.call for other, own in pairs)
+            whole = median(other.round / own.round for other, own in pairs)
+            best = min(calls) / min(own.call for own in row["shm"])
+            ratios.append(f"{name} / shm = {call:.2f} (best {best:.2f}, + write {whole:.2f})")
     return f"{primitive:<15}{size:>10}" + " ".join(["", *cells, "  ", *ratios])
 
 

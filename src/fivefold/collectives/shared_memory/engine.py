@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
+from fivefold.collectives.shared_memory.cores import Cores
 from fivefold.collectives.shared_memory.segment import Segment, sleep
 
 
@@ -188,11 +189,11 @@ class Lane:
 class Engine:
     """The operations under way in this process."""
 
-    def __init__(self, cores: int, local_ranks: int) -> None:
+    def __init__(self, cores: Cores) -> None:
         self.lock = threading.Lock()
         self.active: list[Lane] = []
         self.settled: list[Operation] = []  # whose futures are to be told
-        self._crowded = local_ranks > cores
+        self._cores = cores
         self._groups = 0
         self._drivers = 0
         self._wake = threading.Semaphore(0)
@@ -226,6 +227,7 @@ class Engine:
                     pause = _Pause(self, NAP_SECONDS)
                     if self._spin():
                         continue
+                    self._cores.spread()
                 pause.rest()
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"Timed out waiting {timeout * 1000:.0f}ms")
@@ -238,7 +240,7 @@ class Engine:
         waits, polled = self.lacked()
         if polled or not waits:
             return False
-        if self._crowded:
+        if self._cores.crowded:
             for _ in range(YIELDS):
                 os.sched_yield()
                 if any(segment.words[word] >= target for segment, word, target in waits):

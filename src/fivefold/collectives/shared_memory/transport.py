@@ -1,6 +1,5 @@
 """Shared memory under gloo's interface: what a process group calls."""
 
-import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Work
 
+from fivefold.collectives.shared_memory.cores import Cores
 from fivefold.collectives.shared_memory.engine import Engine, Lack, Lane, Operation, Steps
 from fivefold.collectives.shared_memory.exchange import Exchange
 from fivefold.collectives.shared_memory.hosts import Hosts
@@ -55,10 +55,9 @@ class SharedMemory:
         """
         peers = self._known.meet(store, rank, global_ranks)
         hosts = _by_host(peers)
-        if self._engine is None:
-            together = sum(peer.host == peers[rank].host for peer in peers)
-            self._engine = Engine(len(os.sched_getaffinity(0)), together)
         here = next(ranks for ranks in hosts if rank in ranks)
+        if self._engine is None:
+            self._engine = Engine(Cores([peers[i].pid for i in here if i != rank]))
         segment = Segment.shared(
             PrefixStore(f"host {here[0]}", store),
             [peers[i] for i in here],
