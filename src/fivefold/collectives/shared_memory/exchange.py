@@ -1,11 +1,12 @@
 """Collectives between the ranks of one segment, as operations of the engine.
 
-All of them are made of steps, numbered alike on all ranks. In a step a rank puts data into its slot (`_open`, copy,
-`_post`), and others read it (`_met`, copy, `_close`). A rank has two slots in turn: it may put out its data for a step
-once all have read those of the step before last. Data longer than a slot pass in rounds.
+All of them are made of steps, numbered alike on all ranks. In a step a rank puts data into its slot (`_open`, `_put`,
+`_post`), and others read it (`_met`, copy, `_close`). A rank may put out its data for a step once all have read those
+of the step before last, in another slot than those of the last. Data longer than a slot pass in rounds.
 """
 
 import ctypes
+import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from fivefold.collectives.shared_memory.engine import Lack, Steps
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
-from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment
+from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment, SharedMemoryError
+from fivefold.collectives.shared_memory.slots import MANY, TIMED_BYTES, TIMED_STEPS, Slots
 from fivefold.collectives.shared_memory.span import Span, shares
 
 copy = ctypes.memmove
@@ -48,16 +50,20 @@ class Exchange:
         self.share_bytes = segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
         # Between two ranks it copies no more than sharing out does, and saves a meeting at any size.
         self._at_once_bytes = min(segment.slot_bytes, segment.slot_bytes if self.size == 2 else AT_ONCE_BYTES)
-        self._reserved = [False, False]
+        plenty = segment.has_plenty(MANY * segment.slot_bytes * self.size)
+        self._own = Slots(MANY if plenty else 2)
+        self._chosen = 0  # the number of this rank's slot in this step
+        self._timed_bytes, self._timed_seconds = 0, 0.0
+        self._reserved: set[int] = set()
         self._step = 0
         self._words = segment.words
         self._posted = [segment.posted(rank) for rank in range(self.size)]
         self._done = [segment.done(rank) for rank in range(self.size)]
         self._notes = [[segment.note(rank, step) for rank in range(self.size)] for step in (0, 1)]
-        self._slots = [
-            [segment.address + segment.slot(rank, step) for rank in range(self.size)] for step in (0, 1)
-        ]
-        self._parts: dict[tuple[int, int, int, torch.dtype], list[Tensor]] = {}
+        self._first = [segment.address + segment.slot(rank, 0) for rank in range(self.size)]
+        self._slots = self._first.copy()  # in this step: the address of this rank's, and of those it has met
+        self._slot_bytes = segment.slot_bytes
+        self._parts: dict[tuple[object, ...], list[Tensor]] = {}
 
     def barrier(self) -> Steps:
         note = _note("barrier", 0)
@@ -85,7 +91,7 @@ class Exchange:
     def _all_reduce_at_once(self, span: Span, kind: Kind, note: int) -> Steps:
         flat = span.vector()
         yield from self._open()
-        copy(self._slot(self._rank), span.address, span.nbytes)
+        self._put(0, span.address, span.nbytes)
         self._post(note)
         yield from self._met(self._others, note)
         parts = self._views(0, span.numel, flat.dtype)
@@ -102,7 +108,7 @@ class Exchange:
         width = shared[0].nbytes
         yield from self._open()
         for rank in self._others:
-            copy(self._slot(self._rank) + rank * width, shared[rank].address, shared[rank].nbytes)
+            self._put(rank * width, shared[rank].address, shared[rank].nbytes)
         self._post(note)
         yield from self._met(self._others, note)
         parts = self._views(self._rank * width, mine.numel, flat.dtype)
@@ -112,10 +118,10 @@ class Exchange:
         reduce_into(self._view(self._rank, 0, mine.numel, flat.dtype), parts, kind)
         self._segment.set(self._done[self._rank], step)
         self._post(note)
-        copy(mine.address, self._slot(self._rank), mine.nbytes)
+        copy(mine.address, self._slots[self._rank], mine.nbytes)
         for rank in self._others:
             yield from self._met([rank], note)
-            copy(shared[rank].address, self._slot(rank), shared[rank].nbytes)
+            copy(shared[rank].address, self._slots[rank], shared[rank].nbytes)
         self._close()
 
     def reduce_scatter(self, out: Span, inputs: Sequence[Span], kind: Kind) -> Steps:
@@ -130,11 +136,10 @@ class Exchange:
         own = flat if keeps else mine.vector()
         for start, stop in rounds(longest, width // item):
             yield from self._open()
-            slot = self._slot(self._rank)
             for rank in self._ranks if keeps else self._others:
                 source = inputs[rank]
                 size = within(start, stop, source.numel) * item
-                copy(slot + rank * width, source.address + start * item, size)
+                self._put(rank * width, source.address + start * item, size)
             self._post(note)
             yield from self._met(self._others, note)
             if numel := within(start, stop, out.numel):
@@ -153,14 +158,14 @@ class Exchange:
         for start, stop in rounds(longest, self._segment.slot_bytes):
             yield from self._open()
             size = within(start, stop, source.nbytes)
-            copy(self._slot(self._rank), source.address + start, size)
+            self._put(0, source.address + start, size)
             self._post(note)
             if mine.address != source.address:
                 copy(mine.address + start, source.address + start, size)
             for rank in self._others:
                 yield from self._met([rank], note)
                 out = outputs[rank]
-                copy(out.address + start, self._slot(rank), within(start, stop, out.nbytes))
+                copy(out.address + start, self._slots[rank], within(start, stop, out.nbytes))
             self._close()
 
     def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], *, even: bool) -> Steps:
@@ -178,19 +183,18 @@ class Exchange:
         mine, width = inputs[self._rank], self.share_bytes
         for start, stop in rounds(longest, width):
             yield from self._open()
-            slot = self._slot(self._rank)
             size = stop - start
             for rank in self._others:
                 source = inputs[rank]
                 size = size if even else within(start, stop, source.nbytes)
-                copy(slot + rank * width, source.address + start, size)
+                self._put(rank * width, source.address + start, size)
             self._post(note)
             size = size if even else within(start, stop, mine.nbytes)
             copy(outputs[self._rank].address + start, mine.address + start, size)
             for rank in self._others:
                 yield from self._met([rank], note)
                 size = size if even else within(start, stop, outputs[rank].nbytes)
-                copy(outputs[rank].address + start, self._slot(rank) + self._rank * width, size)
+                copy(outputs[rank].address + start, self._slots[rank] + self._rank * width, size)
             self._close()
 
     def broadcast(self, span: Span, root: int) -> Steps:
@@ -198,11 +202,11 @@ class Exchange:
         for start, stop in rounds(span.nbytes, self._segment.slot_bytes):
             yield from self._open(writes=self._rank == root)
             if self._rank == root:
-                copy(self._slot(root), span.address + start, stop - start)
+                self._put(0, span.address + start, stop - start)
                 self._post(note)
             else:
                 yield from self._met([root], note)
-                copy(span.address + start, self._slot(root), stop - start)
+                copy(span.address + start, self._slots[root], stop - start)
             self._close()
 
     def reduce(self, span: Span, root: int, kind: Kind) -> Steps:
@@ -211,7 +215,7 @@ class Exchange:
         item = flat.itemsize
         for start, stop in rounds(span.numel, self._segment.slot_bytes // item):
             yield from self._open()
-            copy(self._slot(self._rank), span.address + start * item, (stop - start) * item)
+            self._put(0, span.address + start * item, (stop - start) * item)
             self._post(note)
             if self._rank == root:
                 yield from self._met(self._others, note)
@@ -227,12 +231,12 @@ class Exchange:
         for start, stop in rounds(source.nbytes, self._segment.slot_bytes):
             yield from self._open(writes=self._rank != root)
             if self._rank != root:
-                copy(self._slot(self._rank), source.address + start, stop - start)
+                self._put(0, source.address + start, stop - start)
                 self._post(note)
             else:
                 for rank in self._others:
                     yield from self._met([rank], note)
-                    copy(outputs[rank].address + start, self._slot(rank), stop - start)
+                    copy(outputs[rank].address + start, self._slots[rank], stop - start)
             self._close()
 
     def scatter(self, out: Span, inputs: Sequence[Span], root: int) -> Steps:
@@ -245,11 +249,11 @@ class Exchange:
             yield from self._open(writes=self._rank == root)
             if self._rank == root:
                 for rank in self._others:
-                    copy(self._slot(root) + rank * width, inputs[rank].address + start, stop - start)
+                    self._put(rank * width, inputs[rank].address + start, stop - start)
                 self._post(note)
             else:
                 yield from self._met([root], note)
-                copy(out.address + start, self._slot(root) + self._rank * width, stop - start)
+                copy(out.address + start, self._slots[root] + self._rank * width, stop - start)
             self._close()
 
     def _tell(self, note: int, numbers: list[int], table: list[list[int]]) -> Steps:
@@ -269,17 +273,44 @@ class Exchange:
         self._step = step = self._step + 1
         if not writes:
             return []
-        if not self._reserved[step & 1]:
-            self._segment.reserve(self._segment.slot(self._rank, step), self._segment.slot_bytes)
-            self._reserved[step & 1] = True
         words, done, last = self._words, self._done, step - 2
+        self._chosen = number = self._choose()
+        self._slots[self._rank] = self._first[self._rank] + number * self._slot_bytes
         return [Lack(done[rank], last, rank) for rank in self._others if words[done[rank]] < last]
+
+    def _choose(self) -> int:
+        """This rank's slot for a step."""
+        number = self._own.next()
+        if number not in self._reserved:
+            try:
+                self._segment.reserve(self._segment.slot(self._rank, number), self._slot_bytes)
+            except SharedMemoryError:
+                if number < 2:
+                    raise
+                self._own.only_two()
+                return self._choose()
+            self._reserved.add(number)
+        return number
+
+    def _put(self, offset: int, address: int, size: int) -> None:
+        """Copies data into this rank's slot."""
+        place = self._slots[self._rank] + offset
+        if size < TIMED_BYTES or self._step % TIMED_STEPS:
+            copy(place, address, size)
+            return
+        before = time.perf_counter()
+        copy(place, address, size)
+        self._timed_seconds += time.perf_counter() - before
+        self._timed_bytes += size
 
     def _post(self, note: int) -> None:
         """This rank's slot is ready to be read."""
         step = self._step
-        self._words[self._notes[step & 1][self._rank]] = note
+        self._words[self._notes[step & 1][self._rank]] = note | self._chosen << _SLOT_BIT
         self._segment.set(self._posted[self._rank], step)
+        if self._timed_bytes:
+            self._own.took(self._timed_bytes, self._timed_seconds)
+            self._timed_bytes, self._timed_seconds = 0, 0.0
 
     def _met(self, ranks: Sequence[int], note: int) -> Steps:
         """Waits until those ranks' slots are ready.
@@ -288,35 +319,33 @@ class Exchange:
             RuntimeError: one of them is in another collective.
         """
         step, words, posted = self._step, self._words, self._posted
-        notes = self._notes[step & 1]
+        notes, slots = self._notes[step & 1], self._slots
+        first, slot_bytes = self._first, self._slot_bytes
         for rank in ranks:
             if words[posted[rank]] < step:
                 yield Lack(posted[rank], step, rank)
-            if words[notes[rank]] != note:
-                found = _read(words[notes[rank]])
+            found = words[notes[rank]]
+            if found & _ALL_BUT_SLOT != note:
                 name = self._segment.peers[rank].rank
-                raise RuntimeError(f"rank {name} has entered {found} in its place, not {_read(note)}")
+                raise RuntimeError(f"rank {name} has entered {_read(found)} in its place, not {_read(note)}")
+            slots[rank] = first[rank] + (found >> _SLOT_BIT & MANY - 1) * slot_bytes
 
     def _close(self) -> None:
         """This rank has read all it needs of this step, and of those before."""
         self._segment.set(self._done[self._rank], self._step)
 
-    def _slot(self, rank: int) -> int:
-        """The address of a rank's slot."""
-        return self._slots[self._step & 1][rank]
-
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A part of a rank's slot."""
-        return self._segment.view(self._segment.slot(rank, self._step) + offset, numel, dtype)
+        return self._segment.view(self._slots[rank] - self._segment.address + offset, numel, dtype)
 
     def _views(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """The same part of every rank's slot."""
-        key = (self._step & 1, offset, numel, dtype)
+        key = (*self._slots, offset, numel, dtype)
         views = self._parts.get(key)
         if views is None:
             if len(self._parts) >= MOST_VIEWS:
                 self._parts.clear()
-            views = self._parts[key] = [self._view(rank, offset, numel, dtype) for rank in range(self.size)]
+            views = self._parts[key] = [self._view(rank, offset, numel, dtype) for rank in self._ranks]
         return views.copy()
 
 
@@ -330,14 +359,17 @@ def within(start: int, stop: int, length: int) -> int:
     return max(0, min(stop, length) - start)
 
 
-# A note says in one word what a rank does: primitive, reduction, root and bytes.
+# A note says in one word what a rank does: primitive, reduction, root, its slot and bytes.
+_SLOT_BIT = 38
+_ALL_BUT_SLOT = ~((MANY - 1) << _SLOT_BIT)
+_BYTES = (1 << _SLOT_BIT) - 1
 _NUMBERS = {primitive: number << 60 for number, primitive in enumerate(PRIMITIVES)}
 
 
 def _note(primitive: str, size: int, kind: Kind = Kind.SUM, root: int = 0) -> int:
-    return _NUMBERS[primitive] | kind << 56 | root << 44 | size
+    return _NUMBERS[primitive] | kind << 56 | root << 44 | size & _BYTES
 
 
 def _read(note: int) -> str:
     primitive = PRIMITIVES[note >> 60]
-    return f"{primitive} of {note & (1 << 44) - 1} bytes"
+    return f"{primitive} of {note & _BYTES} bytes"
