@@ -11,8 +11,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from datetime import timedelta
+from itertools import repeat, starmap
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -222,15 +223,13 @@ class Engine:
             while not operation.done:
                 if self.advance():
                     pause = None
-                    continue
-                if pause is None:
-                    pause = _Pause(self, NAP_SECONDS)
-                    if self._spin():
-                        continue
+                elif pause is not None:
+                    pause.rest()
+                    if time.monotonic() > deadline:
+                        raise RuntimeError(f"Timed out waiting {timeout * 1000:.0f}ms")
+                elif not self._spin():
                     self._cores.spread()
-                pause.rest()
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"Timed out waiting {timeout * 1000:.0f}ms")
+                    pause = _Pause(self, NAP_SECONDS)
         finally:
             self._drivers -= 1
 
@@ -240,13 +239,9 @@ class Engine:
         waits, polled = self.lacked()
         if polled or not waits:
             return False
+        looks: Iterable[int | None] = range(SPINS // len(waits))
         if self._cores.crowded:
-            for _ in range(YIELDS):
-                os.sched_yield()
-                if any(segment.words[word] >= target for segment, word, target in waits):
-                    return True
-            return False
-        looks = range(SPINS // len(waits))
+            looks = starmap(os.sched_yield, repeat((), YIELDS))
         if len(waits) == 1:
             [(segment, word, target)] = waits
             words = segment.words
