@@ -169,7 +169,7 @@ def serve(system: str, rank: int, ranks: int, store: Any, call: Call, barrier: C
                 "all_gather": (whole, part),
                 "all_to_all": (other, whole),
             }[primitive]
-            repeats = max(LEAST_CALLS, min(100, (1 << 24) // int(size)))
+            repeats = max(LEAST_CALLS, min(100, (1 << 26) // int(size)))
         for _ in range(WARM_UP_CALLS):
             call(primitive, out, source)
         barrier()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fivefold.collectives.group import register
 from fivefold.collectives.record import Recorder
 from fivefold.collectives.shared_memory import exchange, slots
-from fivefold.collectives.shared_memory.slots import MANY, TIMED_STEPS, Slots
+from fivefold.collectives.shared_memory.slots import MANY, Slots
 from fivefold.collectives.shared_memory.transport import SHARED_MEMORY, SharedMemory
 from ranks import Ranks
 
@@ -49,7 +49,7 @@ def write(own: Slots, machine: Machine, draw: random.Random) -> list[int]:
         assert number != before
         ages.append(min(now - last.get(number, -MANY), MANY))
         last[number], before = now, number
-        if now % TIMED_STEPS == 0:
+        if now % own.timed_every == 0:
             own.took(1 << 20, machine(ages[-1]) * (1 << 20) * (1000 if draw.random() < 0.1 else 1))
     return ages
 
@@ -82,8 +82,8 @@ def check_changing(rank: int, n: int, directory: Path, fill: bool) -> tuple[set[
     """Collectives while every rank changes between two and many slots; those that its segment has memory for."""
     restless = {"SLOW_SECONDS_PER_BYTE": 0.0, "STAY": 5 + 2 * rank, "BETTER": 0.0 if rank else 1.0}
     with (
-        mock.patch.multiple(exchange, TIMED_BYTES=1, TIMED_STEPS=1),
-        mock.patch.multiple(slots, TIMED_STEPS=1, **restless),
+        mock.patch.object(exchange, "TIMED_BYTES", 1),
+        mock.patch.multiple(slots, SELDOM=1, **restless),
     ):
         shared = SharedMemory(directory=directory, slot_bytes=256)
         dist.init_process_group(register(Recorder(), timedelta(seconds=20), shared))

@@ -16,7 +16,7 @@ from torch import Tensor
 from fivefold.collectives.shared_memory.engine import Lack, Steps
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
 from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment, SharedMemoryError
-from fivefold.collectives.shared_memory.slots import MANY, TIMED_BYTES, TIMED_STEPS, Slots
+from fivefold.collectives.shared_memory.slots import MANY, TIMED_BYTES, Slots
 from fivefold.collectives.shared_memory.span import Span, shares
 
 copy = ctypes.memmove
@@ -295,7 +295,7 @@ class Exchange:
     def _put(self, offset: int, address: int, size: int) -> None:
         """Copies data into this rank's slot."""
         place = self._slots[self._rank] + offset
-        if size < TIMED_BYTES or self._step % TIMED_STEPS:
+        if size < TIMED_BYTES or self._step % self._own.timed_every:
             copy(place, address, size)
             return
         before = time.perf_counter()

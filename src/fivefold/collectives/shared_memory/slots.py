@@ -12,11 +12,11 @@ from statistics import median
 
 MANY = 32  # of 1 MiB: as much as a cache that cores share; a power of two
 TIMED_BYTES = 1 << 17  # shorter writes tell too little
-TIMED_STEPS = 4  # one of so many is timed
-SLOW_SECONDS_PER_BYTE = 0.25e-9  # two slots are left only where each of the last few writes took longer
-FEW = 4
-BETTER = 1.5  # times as fast: what many slots have to be
-STAY = 100  # timed writes between two trials
+SELDOM = 4  # one of so many writes is timed while two slots are in use
+SLOW_SECONDS_PER_BYTE = 0.25e-9  # from here on many slots are tried
+BETTER = 1.5  # times as fast: what they have to be
+FEW = 8  # writes that tell how fast many slots are
+STAY = 50  # timed writes between two trials
 
 
 class Slots:
@@ -27,45 +27,65 @@ class Slots:
     """
 
     def __init__(self, most: int = MANY) -> None:
+        self.timed_every = SELDOM
+        """One of so many writes is to be timed."""
         self._most = most
-        self._in_use = 2
         self._last = 0
+        self._two: tuple[int, int] | None = (0, 1)
         self._trials = self._choose()
         next(self._trials)
 
     def next(self) -> int:
         """The one to write now; never the one before, which may still be read."""
-        self._last = (self._last + 1) % self._in_use
+        if self._two is None:
+            self._last = (self._last + 1) % self._most
+        else:
+            one, other = self._two
+            self._last = other if self._last == one else one
         return self._last
 
     def only_two(self) -> None:
         """Takes the last choice back: there is memory for no more than two."""
         self._last -= 1
-        self._most = self._in_use = 2
+        self._two = (0, 1)
+        self._most = 2
 
     def took(self, size: int, seconds: float) -> None:
         """What writing so many bytes has taken."""
         self._trials.send(seconds / size)
 
     def _choose(self) -> Generator[None, float, None]:
-        """Decides how many are in use, from the seconds per byte of each write, which it is sent."""
-        once_round = -(-self._most // TIMED_STEPS)
+        """Decides how many are in use, from the seconds per byte of the writes, which it is sent."""
+        new_memory = self._most
         while True:
-            slow: list[float] = []
-            while len(slow) < FEW:
-                cost = yield
-                slow = [*slow, cost] if cost > SLOW_SECONDS_PER_BYTE else []
-            two = min(slow)
-            self._in_use = self._most
-            yield from _costs(once_round)  # of memory that is new
-            many = median((yield from _costs(once_round)))
+            two = yield from self._two_too_slow()
+            self._two = None
+            yield from _costs(new_memory)
+            new_memory = 0
+            many = median((yield from _costs(FEW)))
+            in_vain = two <= BETTER * many
             while two > BETTER * many:
                 many = median((yield from _costs(STAY)))
-                self._in_use = 2
-                two = min((yield from _costs(FEW))[1:])  # the first one has not been used for long
-                self._in_use = self._most
-            self._in_use = 2
-            yield from _costs(STAY)
+                self._next_two()
+                two = min((yield from _costs(5))[2:])  # the first two are as the many: not used for long
+                self._two = None
+            self._next_two()
+            self.timed_every = SELDOM
+            if in_vain:
+                yield from _costs(STAY)
+
+    def _two_too_slow(self) -> Generator[None, float, float]:
+        """Ends with what a write takes when a few in a row have been slow: one alone may have been interrupted."""
+        while True:
+            if (yield) > SLOW_SECONDS_PER_BYTE:
+                self.timed_every = 1
+                if (two := min((yield from _costs(4)))) > SLOW_SECONDS_PER_BYTE:
+                    return two
+                self.timed_every = SELDOM
+
+    def _next_two(self) -> None:
+        """From now on two are in use: those whose turn it is."""
+        self._two = ((self._last + 1) % self._most, (self._last + 2) % self._most)
 
 
 def _costs(count: int) -> Generator[None, float, list[float]]:
