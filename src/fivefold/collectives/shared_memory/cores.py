@@ -53,9 +53,9 @@ class Cores:
 
 
 def core_of(process: int | str) -> int:
-    """Where a process's first thread runs or ran last; -1 if it has ended."""
+    """Where a process's first thread runs or ran last; -1 if it has ended or cannot be seen."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[_CORE_FIELD])
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return -1
