@@ -164,7 +164,7 @@ def test_bounds_are_never_above_the_simulation(model: Model) -> None:
         built = pipeline.stages(plain, cost)
         message = pipeline.message_seconds(plain)
         line = pipeline.timeline(plain, built)
-        for through in quick_bound(point, Prices.of(cost), model, message):
+        for through in quick_bound(point, Prices.of(cost[:4]), model, message):
             assert through.seconds - plain.physics.step <= line.finished[through.rank] * (1 + 1e-9)
         times = [stage.times for stage in built]
         for rank in range(point.pp):

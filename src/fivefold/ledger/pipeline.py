@@ -61,16 +61,20 @@ def _kinds(job: Job) -> tuple[bool, bool]:
     return not experts.count or experts.dense_layers > 0, bool(experts.count)
 
 
-def costs(job: Job) -> Costs:
-    """Costs of every kind of layer the model has."""
+def works(job: Job) -> tuple[Work | None, Work | None, Work, Work]:
+    """One micro-batch of a dense layer and of an expert layer, where the model has them, and of both edges."""
     has_dense, has_expert = _kinds(job)
-    return Costs(
+    return (
         layer_work(job, False) if has_dense else None,
         layer_work(job, True) if has_expert else None,
         edge_work(job, True, False),
         edge_work(job, False, True),
-        *kept(job),
     )
+
+
+def costs(job: Job) -> Costs:
+    """Costs of every kind of layer the model has."""
+    return Costs(*works(job), *kept(job))
 
 
 def stages(job: Job, cost: Costs) -> list[Stage]:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from operator import le
 from typing import NamedTuple
 
+from fivefold.ledger.rounds import Growth, growth, trials, window
 from fivefold.spec import schedules
 from fivefold.spec.schedules import Action, Entry, Kind
 
@@ -47,6 +48,15 @@ class Timeline(NamedTuple):
             tuple(map(grown, self.peak_in_flight, one_more.peak_in_flight)),
         )
 
+    def later(self, seconds: float, work: float) -> "Timeline":
+        """Ended `seconds` later, with `work` times the work."""
+        return Timeline(
+            self.makespan + seconds,
+            tuple(busy * work for busy in self.busy),
+            tuple(end + seconds for end in self.finished),
+            self.peak_in_flight,
+        )
+
     @property
     def bubble(self) -> float:
         """Idle seconds of the busiest rank: what the pipeline costs beyond its slowest rank's work."""
@@ -80,6 +90,14 @@ def simulate(
         raise ValueError(f"{len(times)} stage times for schedule {name} on {ranks} ranks")
     sizes = (1.0 / chunks,) * len(times) if weights is None else tuple(weights)
     few = least_alike(ranks, microbatches)
+    for fewer in () if trace else trials(name, ranks, microbatches, few):
+        line, more = _settling(name, ranks, fewer, tuple(times), message, sizes)
+        if more is not None:
+            repeats, rest = divmod((microbatches - fewer) // ranks, more.rounds)
+            if rest:
+                fewer += rest * ranks
+                line = _simulated(name, ranks, fewer, tuple(times), message, sizes, False)
+            return line.later(repeats * more.seconds, microbatches / fewer)
     if trace or few == microbatches:
         return _simulated(name, ranks, microbatches, tuple(times), message, sizes, trace)
     one, two = (_simulated(name, ranks, m, tuple(times), message, sizes, False) for m in (few, few + ranks))
@@ -104,20 +122,46 @@ def _simulated(
     trace: bool,
 ) -> Timeline:
     """Remembered: layouts that only divide their data-parallel ranks differently share a timeline."""
+    line, work, starts = _played(name, ranks, microbatches, times, message, sizes, trace)
+    if not trace:
+        return line
+    return line._replace(
+        actions=tuple(tuple(map(Action._make, own)) for own in work), starts=tuple(map(tuple, starts))
+    )
+
+
+@lru_cache(maxsize=256)
+def _settling(
+    name: schedules.Name,
+    ranks: int,
+    microbatches: int,
+    times: tuple[StageTimes, ...],
+    message: float,
+    sizes: tuple[float, ...],
+) -> tuple[Timeline, Growth | None]:
+    """The timeline of few micro-batches, and what further rounds add to it, if they repeat by its end."""
+    line, _, starts = _played(name, ranks, microbatches, times, message, sizes, True)
+    windows = [window(name, rank, ranks, microbatches, len(times) // ranks) for rank in range(ranks)]
+    return line, growth(starts, windows, ranks)
+
+
+def _played(
+    name: schedules.Name,
+    ranks: int,
+    microbatches: int,
+    times: tuple[StageTimes, ...],
+    message: float,
+    sizes: tuple[float, ...],
+    trace: bool,
+) -> tuple[Timeline, list[list[Entry]], list[list[float]]]:
+    """(timeline, every rank's list, with `trace` the starts of its actions)."""
     work = _work(name, ranks, microbatches, len(times) // ranks)
     place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(len(times))]
     clock, peak, starts = _run(work, _table(place, microbatches, times, message, sizes), microbatches, trace)
     busy = [0.0] * ranks
     for rank, own in zip(place, times, strict=True):
         busy[rank] += microbatches * sum(own)
-    return Timeline(
-        makespan=max(clock),
-        busy=tuple(busy),
-        finished=tuple(clock),
-        peak_in_flight=tuple(peak),
-        actions=tuple(tuple(map(Action._make, own)) for own in work) if trace else (),
-        starts=tuple(map(tuple, starts)) if trace else (),
-    )
+    return Timeline(max(clock), tuple(busy), tuple(clock), tuple(peak)), work, starts
 
 
 @lru_cache(maxsize=65536)
@@ -130,9 +174,9 @@ def most_in_flight(
     last = Kind.WEIGHT_GRAD if splits else Kind.INPUT_GRAD
     if name == "gpipe":
         return ((microbatches,),)
-    if microbatches % ranks == 0:
-        microbatches = min(microbatches, 4 * ranks)
-    microbatches = least_alike(ranks, microbatches)
+    rest = microbatches % ranks
+    if not rest or name not in schedules.IN_ROUNDS:
+        microbatches = min(microbatches, 4 * ranks + rest)
     own = schedules.stages_of_rank(name, rank, ranks, chunks)
     place = {stage: index for index, stage in enumerate(own)}
     held = [0] * len(own)

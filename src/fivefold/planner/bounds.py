@@ -9,8 +9,10 @@ from typing import NamedTuple
 from fivefold.config.model import Model
 from fivefold.ledger.job import Job
 from fivefold.ledger.physics import Physics
-from fivefold.ledger.pipeline import Costs, Stage
+from fivefold.ledger.layer import Work
+from fivefold.ledger.pipeline import Stage
 from fivefold.ledger.shards import contents
+from fivefold.ledger.rounds import Growth, growth, trials, window
 from fivefold.ledger.simulate import StageTimes, least_alike
 from fivefold.ledger.total import Closing
 from fivefold.planner.space import Group, Point
@@ -66,8 +68,7 @@ class Prices(NamedTuple):
     both: tuple[float, ...]
 
     @staticmethod
-    def of(cost: Costs) -> "Prices":
-        works = (cost.dense, cost.expert, cost.first, cost.last)
+    def of(works: Sequence[Work | None]) -> "Prices":
         times = [work.times if work else StageTimes(0.0, 0.0, 0.0) for work in works]
         return Prices(tuple(t.forward for t in times), tuple(sum(t) for t in times))
 
@@ -183,11 +184,33 @@ def alone(
     without a queue. One rank's work instead of all ranks', and within a few percent of the simulation.
     """
     few = least_alike(ranks, microbatches)
+    for fewer in trials(name, ranks, microbatches, few):
+        ends, more = _settling(name, ranks, fewer, times, message, rank)
+        if more is not None:
+            repeats, rest = divmod((microbatches - fewer) // ranks, more.rounds)
+            if rest:
+                ends = _alone(name, ranks, fewer + rest * ranks, times, message, rank)
+            later = repeats * more.seconds
+            return Ends(ends.own + later, ends.first + later)
     one = _alone(name, ranks, few, times, message, rank)
     if few == microbatches:
         return one
     two, rounds = _alone(name, ranks, few + ranks, times, message, rank), (microbatches - few) // ranks
     return Ends(one.own + rounds * (two.own - one.own), one.first + rounds * (two.first - one.first))
+
+
+def _settling(
+    name: schedules.Name,
+    ranks: int,
+    microbatches: int,
+    times: Sequence[StageTimes],
+    message: float,
+    rank: int,
+) -> tuple[Ends, Growth | None]:
+    """The ends with few micro-batches, and what further rounds add to them, if they repeat by then."""
+    starts: list[float] = []
+    ends = _alone(name, ranks, microbatches, times, message, rank, starts)
+    return ends, growth([starts], [window(name, rank, ranks, microbatches, len(times) // ranks)], ranks)
 
 
 def _alone(
@@ -197,7 +220,9 @@ def _alone(
     times: Sequence[StageTimes],
     message: float,
     rank: int,
+    starts: list[float] | None = None,
 ) -> Ends:
+    """As `alone`, each micro-batch by itself; the starts of the rank's actions are appended to `starts`."""
     split = name in schedules.SPLITS_BACKWARD
     place = [schedules.rank_of_stage(name, stage, ranks) for stage in range(len(times))]
     hops = [0.0, *(message * (a != b) for a, b in pairwise(place))]
@@ -217,7 +242,7 @@ def _alone(
             delay += forward[end] - forward[stage + 1] + crossed[-1] - crossed[stage]
         up[stage] = after, delay
     work = schedules.rank_entries(name, rank, ranks, microbatches, len(times) // ranks)
-    clock, returned = _through(work, times, down, up)
+    clock, returned = _through(work, times, down, up, starts)
     return Ends(clock, returned + backward[own[0]] + crossed[own[0]] if rank else clock)
 
 
@@ -226,18 +251,21 @@ def _through(
     times: Sequence[StageTimes],
     down: dict[int, tuple[int, float]],
     up: dict[int, tuple[int, float]],
+    starts: list[float] | None,
 ) -> tuple[float, float]:
     """(end of a rank's list, end of the last gradient it sends to the stage before its first)."""
     durations = [(t.forward, t.input_grad, t.weight_grad, t.input_grad + t.weight_grad) for t in times]
     forwards: dict[tuple[int, int], float] = {}
     gradients: dict[tuple[int, int], float] = {}
     clock = returned = 0.0
+    begun = [] if starts is None else starts
     waiting: list[Entry] = []  # joined to the next
     first = min(down)
     is_forward, is_weight = Kind.FORWARD, Kind.WEIGHT_GRAD
     for entry in work:
         kind, stage, microbatch, joined = entry
         if kind is is_weight:  # its input gradient came before
+            begun.append(clock)
             clock += durations[stage][kind]
             continue
         if kind is is_forward:
@@ -248,6 +276,7 @@ def _through(
             ready = delay + (gradients[after, microbatch] if after >= 0 else forwards[stage, microbatch])
         if ready > clock:
             clock = ready
+        begun.append(clock)
         if joined:
             waiting.append(entry)
             continue

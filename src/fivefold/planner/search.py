@@ -11,6 +11,7 @@
 """
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -127,6 +128,7 @@ class Costing:
         self.closings: dict[tuple[object, ...], Closing] = {}
         self.known_ends: dict[tuple[object, ...], tuple[End, ...]] = {}
         self.known: dict[Shape, tuple[Costs, Prices]] = {}
+        self.group_prices: dict[Shape, Prices] = {}
         self.memory = MemoryBounds(request)
         self.messages: dict[tuple[Shape, int], float] = {}
 
@@ -134,8 +136,15 @@ class Costing:
         found = self.known.get(series.shape)
         if found is None:
             cost = pipeline.costs(job_of(self.request, Point(series, 1)))
-            found = self.known[series.shape] = (cost, Prices.of(cost))
+            found = self.known[series.shape] = (cost, Prices.of(cost[:4]))
         return found
+
+    def prices(self, group: Group) -> Prices:
+        """Of a group's cheapest recompute mode, without what its layers keep."""
+        if group.shape not in self.group_prices:
+            job = job_of(self.request, Point(Series(group, group.shape, "1f1b"), 1))
+            self.group_prices[group.shape] = Prices.of(pipeline.works(job))
+        return self.group_prices[group.shape]
 
     def message(self, point: Point) -> float:
         """Seconds of a message between stages."""
@@ -226,8 +235,7 @@ def _searched(request: Request, keep: int) -> _Found:
     queue: list[tuple[float, int, Group | Series | Point | Ended | Fitting | Bounded]] = []
     order = count()
     for group in possible(request, costing):
-        prices = costing.of(Series(group, group.shape, "1f1b"))[1]
-        queue.append((series_bound(group, prices, request.model), next(order), group))
+        queue.append((series_bound(group, costing.prices(group), request.model), next(order), group))
     heapq.heapify(queue)
     while queue:
         bound, _, item = heapq.heappop(queue)
@@ -245,12 +253,12 @@ def _searched(request: Request, keep: int) -> _Found:
 def possible(request: Request, costing: Costing) -> Iterator[Group]:
     """The groups without those of which one micro-batch of one layer does not fit: larger micro-batches with the same
     degrees fit no better. The smallest always stays: what is missing is found on the way."""
+    memory = request.hardware.device.memory
     for ladder in ladders(request):
-        for group in ladder.groups():
-            missing = costing.memory.of_group(group) - request.hardware.device.memory
-            if missing > 0 and group.shape.micro_batch > ladder.micro_batches[0]:
-                break
-            yield group
+        many = bisect_right(
+            ladder.micro_batches, memory, lo=1, key=lambda micro: costing.memory.of_group(ladder.group(micro))
+        )
+        yield from ladder._replace(micro_batches=ladder.micro_batches[:many]).groups()
 
 
 def _open(

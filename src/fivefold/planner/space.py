@@ -90,10 +90,12 @@ class Ladder(NamedTuple):
     least: Group
     micro_batches: tuple[int, ...]
 
-    def groups(self) -> Iterator[Group]:
+    def group(self, micro: int) -> Group:
         shape, share = self.least.shape, self.least.shape.micro_batch * self.least.microbatches
-        for micro in self.micro_batches:
-            yield self.least._replace(shape=shape._replace(micro_batch=micro), microbatches=share // micro)
+        return self.least._replace(shape=shape._replace(micro_batch=micro), microbatches=share // micro)
+
+    def groups(self) -> Iterator[Group]:
+        return map(self.group, self.micro_batches)
 
 
 class Series(NamedTuple):

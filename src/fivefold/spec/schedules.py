@@ -14,6 +14,7 @@ Name = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "interleaved_zb", "zbv",
 
 SPLITS_BACKWARD: frozenset[Name] = frozenset({"zb_h1", "interleaved_zb", "zbv", "dualpipev"})
 V_SHAPED: frozenset[Name] = frozenset({"zbv", "dualpipev"})
+IN_ROUNDS: frozenset[Name] = frozenset({"interleaved", "zb_h1", "interleaved_zb"})
 
 
 class Kind(IntEnum):
@@ -71,7 +72,7 @@ def is_legal(name: Name, ranks: int, microbatches: int) -> bool:
     """
     if microbatches < 1:
         return False
-    if name in ("interleaved", "interleaved_zb", "zb_h1"):
+    if name in IN_ROUNDS:
         return microbatches % max(1, microbatches // ranks) == 0
     return name != "dualpipev" or microbatches >= 2 * ranks
 
@@ -117,7 +118,7 @@ def rank_entries(name: Name, rank: int, ranks: int, microbatches: int, chunks: i
         return [(kind, rank, m, False) for kind in kinds for m in range(microbatches)]
     if name == "1f1b":
         return _one_f_one_b(rank, ranks, microbatches)
-    if name in ("interleaved", "zb_h1", "interleaved_zb"):
+    if name in IN_ROUNDS:
         return _in_rounds(rank, ranks, microbatches, chunks_of(name, chunks), name != "interleaved")
     if name == "zbv":
         return _zbv(rank, ranks, microbatches)
