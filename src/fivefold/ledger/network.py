@@ -38,6 +38,11 @@ class Wires(NamedTuple):
     shared: bool = False
     measured: tuple[Measured, ...] = ()
 
+    def found(self, primitive: Primitive, local: int, hosts: int) -> Measured | None:
+        """What was measured of a collective over a group of that shape."""
+        shape = (primitive, local, hosts)
+        return next((one for one in self.measured if (one.primitive, one.local, one.hosts) == shape), None)
+
     def fabric(self, local: int) -> Fabric:
         """The links as the rounds of a program see them, in a group with `local` ranks on each host."""
         return fabric(self.inside, self.between, local, self.shared)
@@ -73,9 +78,8 @@ def collective_seconds(primitive: Primitive, size: float, local: int, domains: i
     """Time of one collective on `size` bytes (as the ledger counts them) over local · domains ranks."""
     if local * domains == 1 or size == 0:
         return 0.0
-    for found in on.measured:
-        if (found.primitive, found.local, found.hosts) == (primitive, local, domains):
-            return found.link.seconds(size)
+    if found := on.found(primitive, local, domains):
+        return found.link.seconds(size)
     if primitive == "send":
         link = on.between if domains > 1 else on.inside
         return link.latency + size / link.bandwidth

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from fivefold.ledger.hardware import Measured
 from fivefold.ledger.job import Job
-from fivefold.ledger.network import fabric
+from fivefold.ledger.network import Wires, fabric
 from fivefold.ledger.programs import catalogue, steps
 from fivefold.ledger.programs.catalogue import Setting
 from fivefold.ledger.programs.steps import Fabric, Program
@@ -73,7 +74,7 @@ def program_row(
         seconds += times * _seconds(program, elements * itemsize, on)
     text = f"what {job.stack.algorithm} sends for its {collective.replace('_', '-')}s"
     link = "between nodes" if hosts > 1 else "inside node"
-    return Row(axis, "send", phase, count, size, size, seconds, seconds, link, text)
+    return Row(axis, "send", phase, count, size, size, seconds, seconds, link, text, _message(job.wires, hosts > 1))
 
 
 @lru_cache(maxsize=4096)
@@ -85,10 +86,11 @@ def _fabric(job: Job, local: int) -> Fabric:
     """The links as messages see them: measured ones where there are. On CPUs the ranks of a host share its port; what
     was measured between hosts, all ranks at once, is then each rank's part of it."""
     on = job.wires
-    near, far = on.inside, on.between
-    for item in on.measured:
-        if item.primitive == "send" and item.hosts == 1:
-            near = item.link
-        elif item.primitive == "send" and item.local == 1:
-            far = item.link
-    return fabric(near, far, local, on.shared)
+    near, far = _message(on, between=False), _message(on, between=True)
+    return fabric(near.link if near else on.inside, far.link if far else on.between, local, on.shared)
+
+
+def _message(on: Wires, between: bool) -> Measured | None:
+    """What was measured of messages inside a host, or between hosts."""
+    sends = [item for item in reversed(on.measured) if item.primitive == "send"]
+    return next((item for item in sends if (item.local == 1 if between else item.hosts == 1)), None)

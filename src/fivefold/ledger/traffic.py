@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from fivefold.ledger.hardware import Measured
 from fivefold.ledger.job import Job
 from fivefold.ledger.network import Primitive, collective_seconds, wire_bytes
 
@@ -11,7 +12,8 @@ class Row(NamedTuple):
     not hide.
 
     bytes_per_rank as in the design's ledger conventions: all_reduce the tensor, all_gather the output,
-    reduce_scatter and all_to_all the input, send the message; `times` times that.
+    reduce_scatter and all_to_all the input, send the message; `times` times that. `measured` is what the seconds
+    follow from, if the cluster file has it.
     """
 
     axis: str
@@ -24,6 +26,7 @@ class Row(NamedTuple):
     exposed_seconds: float
     link: str
     formula: str
+    measured: Measured | None = None
 
     def exposing(self, seconds: float) -> "Row":
         """The row with `seconds` of it exposed."""
@@ -43,7 +46,8 @@ def row(
 ) -> Row:
     """`count` collectives of `size` bytes each over `group`; exposed until someone hides it."""
     local, domains = group
-    once = collective_seconds(primitive, size, local, domains, job.wires)
+    on = job.wires
+    once = collective_seconds(primitive, size, local, domains, on)
     return Row(
         axis,
         primitive,
@@ -55,4 +59,5 @@ def row(
         count * once,
         "between nodes" if domains > 1 else "inside node",
         formula,
+        on.found(primitive, local, domains) if on.measured else None,
     )

@@ -7,6 +7,7 @@ from fivefold.config.tree import Config
 from fivefold.ledger import flops, muon
 from fivefold.ledger.job import Job
 from fivefold.ledger.total import Ledger, RankClass, estimate
+from fivefold.planner.ranges import beyond_fitted
 from fivefold.render.units import bytes_text
 from fivefold.spec.batch import BatchPlan
 from fivefold.spec.ramp import BatchCourse, plan_course
@@ -141,6 +142,7 @@ def document(ledger: Ledger) -> dict[str, Any]:
         "mfu": ledger.utilization("causal"),
         "mfu_full_attention": ledger.utilization("full"),
         "hfu": ledger.utilization("causal", hardware=True),
+        "notes": beyond_fitted(ledger),
     }
 
 

@@ -7,6 +7,9 @@ from fivefold.config.errors import ConfigError, nearest, nearest_multiples
 from fivefold.config.tree import BatchRamp
 from fivefold.spec.batch import BatchPlan
 
+MOST_GROWTHS = 4096
+"""Of a ramp: a plan lists the steps of every batch, and a run's cost needs a step's time of each."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchCourse:
@@ -55,7 +58,7 @@ class BatchCourse:
 
     def carries(self, unit: int) -> bool:
         """Whether micro-batches of `unit` sequences over all replicas make up every batch."""
-        return all(plan.global_batch % unit == 0 for plan in self.plans())
+        return self.last.global_batch % unit == 0 and (not self.growths or self.increment % unit == 0)
 
     @property
     def summary(self) -> str:
@@ -88,7 +91,8 @@ def plan_course(ramp: BatchRamp, last: BatchPlan) -> BatchCourse:
     """The course up to the batch `last`.
 
     Raises:
-        ConfigError: keys that belong together are not all given, or a batch on the way cannot be carried.
+        ConfigError: keys that belong together are not all given, a batch on the way cannot be carried, or the batch
+            grows too often.
     """
     given = {"start": ramp.start, "increment": ramp.increment, "tokens": ramp.tokens}
     if not any(given.values()):
@@ -110,12 +114,16 @@ def plan_course(ramp: BatchRamp, last: BatchPlan) -> BatchCourse:
         raise ConfigError(
             f"batch.ramp.start = {ramp.start}: expected less than the global batch {last.global_batch} it grows to"
         )
-    if rise % ramp.increment:
-        most = rise // unit
-        small = [count for count in range(1, min(most, 1 << 16) + 1) if most % count == 0]
-        legal = [unit * count for count in (*small, *(most // count for count in small))]
+    if rise % ramp.increment or rise // ramp.increment > MOST_GROWTHS:
+        wrong = f"does not lead from start {ramp.start} to the global batch {last.global_batch}"
+        if rise % ramp.increment == 0:
+            wrong = (
+                f"the batch would grow {rise // ramp.increment} times from start {ramp.start} to the global batch "
+                f"{last.global_batch}; expected at most {MOST_GROWTHS} times"
+            )
+        counts = range(1, min(rise // unit, MOST_GROWTHS) + 1)
+        legal = [rise // count for count in counts if rise // unit % count == 0]
         raise ConfigError(
-            f"batch.ramp.increment = {ramp.increment}: does not lead from start {ramp.start} to the global batch "
-            f"{last.global_batch}; nearest legal: {nearest(ramp.increment, legal)}"
+            f"batch.ramp.increment = {ramp.increment}: {wrong}; nearest legal: {nearest(ramp.increment, legal)}"
         )
     return BatchCourse(last, ramp.increment, rise // ramp.increment, ramp.tokens)
