@@ -166,5 +166,27 @@ def test_a_run_ramps_up_and_resumes_on_its_way(tmp_path: Path) -> None:
 
 def test_a_huge_ramp_that_leads_nowhere_is_refused_with_the_nearest_that_do() -> None:
     last = BatchPlan(2**31, 1, 2**31, 1, 4096)
-    with pytest.raises(ConfigError, match="nearest legal: 1 or 2147483647"):
+    with pytest.raises(ConfigError, match="nearest legal: 2147483647"):
         plan_course(BatchRamp(start=1, increment=127, tokens=9), last)
+
+
+def test_a_ramp_of_billions_of_batches_is_refused_with_the_nearest_increment() -> None:
+    last = BatchPlan(2**31, 1, 2**31, 1, 4096)
+    wrong = (
+        "increment = 1: the batch would grow 2147483646 times .* at most 4096 times; nearest legal: 549791"
+    )
+    with pytest.raises(ConfigError, match=wrong):
+        plan_course(BatchRamp(start=2, increment=1, tokens=9), last)
+    assert plan_course(BatchRamp(start=2, increment=549791, tokens=9), last).growths <= 4096
+
+
+@given(
+    unit=st.integers(1, 12), start=st.integers(1, 9), increment=st.integers(1, 9), growths=st.integers(0, 5)
+)
+def test_a_unit_carries_a_course_if_it_divides_every_batch(
+    unit: int, start: int, increment: int, growths: int
+) -> None:
+    size = start + growths * increment
+    ramp = BatchRamp(start=start, increment=increment, tokens=9) if growths else BatchRamp()
+    course = plan_course(ramp, BatchPlan(size, 1, size, 1, 7))
+    assert course.carries(unit) == all(plan.global_batch % unit == 0 for plan in course.plans())

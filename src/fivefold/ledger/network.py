@@ -16,7 +16,7 @@ from fivefold.ledger import gloo
 from fivefold.ledger.hardware import Hardware, Measured
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.programs import halving, ring, tree
-from fivefold.ledger.programs.steps import Fabric, Link, seconds
+from fivefold.ledger.programs.steps import Fabric, Link, Load, loaded_seconds, loads
 
 Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast"]
 
@@ -97,7 +97,7 @@ def algorithms(primitive: Primitive, size: float, ranks: int, on: Wires) -> Mapp
         size += 0.3 * min(size, 64e6)  # GPUs' rates still rise at 64 MiB (azure_a100, azure_h100 curves)
     if primitive == "all_reduce":
         found = {
-            "ring": seconds(ring.all_reduce(ranks), size, link),
+            "ring": _ring_seconds("all_reduce", ranks, size, link),
             "double-tree": tree.all_reduce_seconds(ranks, size, link),
             "halving-doubling": halving.all_reduce_seconds(ranks, size, link),
         }
@@ -108,7 +108,19 @@ def algorithms(primitive: Primitive, size: float, ranks: int, on: Wires) -> Mapp
         return found
     if primitive == "all_to_all":
         return {"pairwise": ceil(log2(ranks)) * link.latency + (ranks - 1) / ranks * size / link.bandwidth}
-    return {"ring": seconds(ring.all_gather(ranks), size, link)}
+    return {"ring": _ring_seconds("all_gather", ranks, size, link)}
+
+
+def _ring_seconds(primitive: Primitive, ranks: int, size: float, link: Link) -> float:
+    parts, rounds = _ring_loads(primitive, ranks)
+    return loaded_seconds(rounds, size / parts, link)
+
+
+@lru_cache(maxsize=1024)
+def _ring_loads(primitive: Primitive, ranks: int) -> tuple[int, Mapping[Load, int]]:
+    """(parts of the vector, rounds by what they load the links with)."""
+    program = (ring.all_reduce if primitive == "all_reduce" else ring.all_gather)(ranks)
+    return program.parts, loads(program)
 
 
 def _hierarchical(primitive: Primitive, size: float, local: int, domains: int, on: Wires) -> float:

@@ -61,8 +61,12 @@ def _kinds(job: Job) -> tuple[bool, bool]:
     return not experts.count or experts.dense_layers > 0, bool(experts.count)
 
 
-def works(job: Job) -> tuple[Work | None, Work | None, Work, Work]:
-    """One micro-batch of a dense layer and of an expert layer, where the model has them, and of both edges."""
+Works = tuple[Work | None, Work | None, Work, Work]
+"""One micro-batch of a dense layer and of an expert layer, where the model has them, and of both edges."""
+
+
+def works(job: Job) -> Works:
+    """What all of them cost under one job."""
     has_dense, has_expert = _kinds(job)
     return (
         layer_work(job, False) if has_dense else None,

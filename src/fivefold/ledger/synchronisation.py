@@ -74,7 +74,9 @@ def program_row(
         seconds += times * _seconds(program, elements * itemsize, on)
     text = f"what {job.stack.algorithm} sends for its {collective.replace('_', '-')}s"
     link = "between nodes" if hosts > 1 else "inside node"
-    return Row(axis, "send", phase, count, size, size, seconds, seconds, link, text, _message(job.wires, hosts > 1))
+    return Row(
+        axis, "send", phase, count, size, size, seconds, seconds, link, text, _message(job.wires, hosts > 1)
+    )
 
 
 @lru_cache(maxsize=4096)

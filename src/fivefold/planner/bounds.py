@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from fivefold.config.model import Model
 from fivefold.ledger.job import Job
-from fivefold.ledger.physics import Physics
 from fivefold.ledger.layer import Work
+from fivefold.ledger.physics import Physics
 from fivefold.ledger.pipeline import Stage
-from fivefold.ledger.shards import contents
 from fivefold.ledger.rounds import Growth, growth, trials, window
+from fivefold.ledger.shards import contents
 from fivefold.ledger.simulate import StageTimes, least_alike
 from fivefold.ledger.total import Closing
 from fivefold.planner.space import Group, Point

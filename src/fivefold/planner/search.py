@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fivefold.ledger import pipeline, total
 from fivefold.ledger.job import Job
-from fivefold.ledger.pipeline import Costs, Stage
+from fivefold.ledger.pipeline import Costs, Stage, Works
 from fivefold.ledger.shards import Share, contents, together
 from fivefold.ledger.simulate import collector_paused
 from fivefold.ledger.total import Closing
@@ -128,23 +128,24 @@ class Costing:
         self.closings: dict[tuple[object, ...], Closing] = {}
         self.known_ends: dict[tuple[object, ...], tuple[End, ...]] = {}
         self.known: dict[Shape, tuple[Costs, Prices]] = {}
-        self.group_prices: dict[Shape, Prices] = {}
+        self.works: dict[Shape, Works] = {}
         self.memory = MemoryBounds(request)
         self.messages: dict[tuple[Shape, int], float] = {}
 
     def of(self, series: Series) -> tuple[Costs, Prices]:
         found = self.known.get(series.shape)
         if found is None:
-            cost = pipeline.costs(job_of(self.request, Point(series, 1)))
-            found = self.known[series.shape] = (cost, Prices.of(cost[:4]))
+            job = job_of(self.request, Point(series, 1))
+            works = self.works.get(series.shape) or pipeline.works(job)
+            found = self.known[series.shape] = Costs(*works, *pipeline.kept(job)), Prices.of(works)
         return found
 
     def prices(self, group: Group) -> Prices:
-        """Of a group's cheapest recompute mode, without what its layers keep."""
-        if group.shape not in self.group_prices:
-            job = job_of(self.request, Point(Series(group, group.shape, "1f1b"), 1))
-            self.group_prices[group.shape] = Prices.of(pipeline.works(job))
-        return self.group_prices[group.shape]
+        """Of a group's cheapest recompute mode; what its layers keep is left for those that are opened."""
+        shape = group.shape
+        if shape not in self.works:
+            self.works[shape] = pipeline.works(job_of(self.request, Point(Series(group, shape, "1f1b"), 1)))
+        return Prices.of(self.works[shape])
 
     def message(self, point: Point) -> float:
         """Seconds of a message between stages."""
@@ -253,7 +254,7 @@ def _searched(request: Request, keep: int) -> _Found:
 def possible(request: Request, costing: Costing) -> Iterator[Group]:
     """The groups without those of which one micro-batch of one layer does not fit: larger micro-batches with the same
     degrees fit no better. The smallest always stays: what is missing is found on the way."""
-    memory = request.hardware.device.memory
+    memory = float(request.hardware.device.memory)
     for ladder in ladders(request):
         many = bisect_right(
             ladder.micro_batches, memory, lo=1, key=lambda micro: costing.memory.of_group(ladder.group(micro))

@@ -9,7 +9,9 @@ from fivefold.render.units import bytes_text, count_text, flops_text, percent_te
 def ledger_text(found: dict[str, Any]) -> str:
     """The document of an estimate as text."""
     notes = "\n".join(f"note: {line}" for line in found["notes"])
-    return "\n\n".join([_head(found), _memory(found), _time(found), _traffic(found), *([notes] if notes else [])])
+    return "\n\n".join(
+        [_head(found), _memory(found), _time(found), _traffic(found), *([notes] if notes else [])]
+    )
 
 
 def cost_text(cost: dict[str, float]) -> str:
