@@ -7,8 +7,9 @@ one to move: it leaves them together for ten milliseconds and more, in which eac
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from threading import Thread
 
 _SHARE = 0.01  # of this thread's time that looking around may take
 _CORE_FIELD = 36  # in /proc/PID/stat, after the name
@@ -22,34 +23,71 @@ class Cores:
     """
 
     def __init__(self, others: Sequence[int]) -> None:
-        self.crowded = len(others) >= len(os.sched_getaffinity(0))
+        # Each may be bound to a core of its own.
+        cores = os.sched_getaffinity(0).union(*map(cores_of, others))
+        self.crowded = len(others) >= len(cores)
+        """Whether ranks outnumber the cores that they may use together."""
         self.others = others
         self._next_look = 0.0
+        self._allowed: set[int] = set()
+        self._asked: Iterable[int] = ()  # for these
 
     def spread(self) -> bool:
         """Moves this thread to another of its cores if at least two ranks fewer are there; whether it did."""
-        began = time.monotonic()
-        if began < self._next_look:
+        if time.monotonic() < self._next_look:
             return False
+        began = time.thread_time()  # without that of others, which may run in between
         try:
             return self._spread()
         finally:
-            now = time.monotonic()
-            self._next_look = now + (now - began) / _SHARE
+            self._next_look = time.monotonic() + (time.thread_time() - began) / _SHARE
 
     def _spread(self) -> bool:
-        allowed = os.sched_getaffinity(0)
-        if len(allowed) == 1:
+        if len(os.sched_getaffinity(0)) == 1:
             return False
         mine = core_of("thread-self")
         others = Counter(map(core_of, self.others))
+        allowed = os.sched_getaffinity(0)
+        if allowed != self._allowed:
+            self._allowed, self._asked = allowed, to_ask_for(allowed)
         best = min(allowed, key=lambda core: (others[core], abs(core - mine)))
         if others[mine] <= others[best]:
             return False
         with suppress(OSError):  # a core that has been taken away meanwhile
-            os.sched_setaffinity(0, {best})
-            os.sched_setaffinity(0, allowed)
-        return True
+            try:
+                os.sched_setaffinity(0, {best})
+            finally:  # whatever a signal's handler raises in between
+                os.sched_setaffinity(0, self._asked)
+            return True
+        return False
+
+
+def to_ask_for(allowed: set[int]) -> Iterable[int]:
+    """What this thread, which may run on those cores, has to ask Linux for in order to go on as it is.
+
+    Those cores, if it or a launcher has asked for them. Else its control group has no more: then for every core, since
+    a thread that has asked for some is given no others when its group gets more.
+    """
+    every = range(os.sysconf("SC_NPROCESSORS_CONF"))
+    most = []
+
+    def ask() -> None:
+        with suppress(OSError):
+            os.sched_setaffinity(0, every)
+            most.append(os.sched_getaffinity(0))
+
+    thread = Thread(target=ask)  # starts with what this one may do, and takes it along
+    thread.start()
+    thread.join()
+    return every if most == [allowed] else allowed
+
+
+def cores_of(process: int) -> set[int]:
+    """Those that a process's first thread may run on; none if it has ended."""
+    try:
+        return os.sched_getaffinity(process)
+    except OSError:
+        return set()
 
 
 def core_of(process: int | str) -> int:

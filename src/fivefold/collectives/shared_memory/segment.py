@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fivefold.collectives.shared_memory.memory import free_bytes
 from fivefold.collectives.shared_memory.peers import Peer
 from fivefold.collectives.shared_memory.slots import MANY
 from fivefold.config.errors import HAS_DIED
@@ -198,9 +199,9 @@ class Segment:
             ) from None
 
     def has_plenty(self, size: int) -> bool:
-        """Whether what is free is many times as much."""
+        """Whether many times as much is free, in the file system and of the memory behind it."""
         disk = os.fstatvfs(self._fd)
-        return disk.f_bavail * disk.f_frsize >= PLENTY * size
+        return min(disk.f_bavail * disk.f_frsize, free_bytes()) >= PLENTY * size
 
     def set(self, word: int, value: int) -> None:
         """Writes a word of this rank's and wakes who sleeps for it."""

@@ -1,0 +1,54 @@
+"""How much memory a process may still take before the kernel kills one, itself perhaps.
+
+A file in /dev/shm counts as memory of whoever first had a page of it made, also against the limit of a container or a
+batch job. Nothing fails at such a limit: the process is killed.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_FILES = {  # by version: the limit, what counts against it, the part of it that is given up when memory is needed
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def free_bytes(processes: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int:
+    """What the host has available, or less where this process's cgroup, or one above it, is limited to less."""
+    found = [_number(processes / "meminfo", "MemAvailable:") * 1024]
+    for directory, version in _own(processes / "self/cgroup", cgroups):
+        limit, used, inactive = _FILES[version]
+        with suppress(OSError, ValueError):  # none here, or no limit: "max"
+            left = int((directory / limit).read_text()) - int((directory / used).read_text())
+            found.append(left + _number(directory / "memory.stat", inactive))
+    return max(0, min(found))
+
+
+def _own(listed: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:
+    """The directories of the cgroups that a process is in, and of which version each is."""
+    for line in _lines(listed):
+        _, controllers, name = line.split(":", 2)
+        if not controllers:
+            roots, version = [cgroups, cgroups / "unified"], 2
+        elif "memory" in controllers.split(","):
+            roots, version = [cgroups / "memory"], 1
+        else:
+            continue
+        own = Path(name.lstrip("/"))
+        yield from ((root / part, version) for root in roots for part in (own, *own.parents))
+
+
+def _number(file: Path, name: str) -> int:
+    """What is behind a name in a file of a name and a number a line; 0 if nothing is."""
+    lines = (line.split() for line in _lines(file))
+    return next((int(number) for found, number, *_ in lines if found == name), 0)
+
+
+def _lines(file: Path) -> list[str]:
+    """Those of a file; none if there is none."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
