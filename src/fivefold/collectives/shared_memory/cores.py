@@ -77,8 +77,9 @@ def to_ask_for(allowed: set[int]) -> Iterable[int]:
             most.append(os.sched_getaffinity(0))
 
     thread = Thread(target=ask)  # starts with what this one may do, and takes it along
-    thread.start()
-    thread.join()
+    with suppress(RuntimeError):  # no more threads allowed, or the interpreter is ending
+        thread.start()
+        thread.join()
     return every if most == [allowed] else allowed
 
 

@@ -3,7 +3,7 @@
 The file has no name at any time: the first rank opens an unnamed one, the others open it through
 /proc/PID/fd. So nothing is left behind however the ranks end, SIGKILL included.
 
-Each word has one writer and only grows. That is all the synchronisation there is: on x86-64 a processor's stores
+Each word has one writer, and those that are waited for only grow. That is all the synchronisation there is: on x86-64 a processor's stores
 become visible in their order, so who sees a word sees what was written before it.
 """
 
