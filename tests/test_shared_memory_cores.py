@@ -80,6 +80,23 @@ def test_an_interrupted_rank_keeps_its_cores(process_on: Callable[[int], int]) -
     assert os.sched_getaffinity(0) == set(two)
 
 
+def test_a_rank_that_is_bound_while_it_moves_stays_so(process_on: Callable[[int], int]) -> None:
+    two = sorted(os.sched_getaffinity(0))[:2]
+    cores = Cores([process_on(two[0])] * 2)
+    os.sched_setaffinity(0, {two[0]})
+    os.sched_setaffinity(0, two)
+    bind = os.sched_setaffinity
+
+    def bound(process: int, cores: set[int]) -> None:
+        bind(process, cores)
+        if cores == {two[1]}:
+            bind(process, {two[0]})  # as taskset would, from outside
+
+    with mock.patch.object(os, "sched_setaffinity", bound):
+        cores.spread()
+    assert os.sched_getaffinity(0) == {two[0]}
+
+
 def test_a_rank_asks_for_no_less_than_it_had() -> None:
     """As none has asked for cores, a control group's new ones are its own; a launcher's choice is kept."""
     allowed = os.sched_getaffinity(0)

@@ -43,21 +43,26 @@ class Cores:
             self._next_look = time.monotonic() + (time.thread_time() - began) / _SHARE
 
     def _spread(self) -> bool:
-        if len(os.sched_getaffinity(0)) == 1:
+        allowed = os.sched_getaffinity(0)
+        if len(allowed) == 1:
             return False
         mine = core_of("thread-self")
         others = Counter(map(core_of, self.others))
-        allowed = os.sched_getaffinity(0)
-        if allowed != self._allowed:
-            self._allowed, self._asked = allowed, to_ask_for(allowed)
         best = min(allowed, key=lambda core: (others[core], abs(core - mine)))
         if others[mine] <= others[best]:
             return False
+        if allowed != self._allowed:
+            self._allowed, self._asked = allowed, to_ask_for(allowed)
+        if allowed != os.sched_getaffinity(0):  # somebody changes them just now
+            return False
+        bound = found = {best}
         with suppress(OSError):  # a core that has been taken away meanwhile
             try:
-                os.sched_setaffinity(0, {best})
+                os.sched_setaffinity(0, bound)  # milliseconds where the core is busy
+                found = os.sched_getaffinity(0)
             finally:  # whatever a signal's handler raises in between
-                os.sched_setaffinity(0, self._asked)
+                if found == bound:  # not what somebody has set meanwhile
+                    os.sched_setaffinity(0, self._asked)
             return True
         return False
 

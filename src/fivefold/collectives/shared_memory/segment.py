@@ -3,8 +3,8 @@
 The file has no name at any time: the first rank opens an unnamed one, the others open it through
 /proc/PID/fd. So nothing is left behind however the ranks end, SIGKILL included.
 
-Each word has one writer, and those that are waited for only grow. That is all the synchronisation there is: on x86-64 a processor's stores
-become visible in their order, so who sees a word sees what was written before it.
+Each word has one writer, and those that are waited for only grow. That is all the synchronisation there is: on x86-64
+a processor's stores become visible in their order, so who sees a word sees what was written before it.
 """
 
 import ctypes
