@@ -353,6 +353,7 @@ def size(request: Request) -> int:
     count = 0
     ways: dict[tuple[int, int], tuple[int, int]] = {}  # of a number of micro-batches
     sums: dict[tuple[int, int], tuple[int, int]] = {}  # of all numbers of micro-batches
+    lengths: dict[tuple[int, str], int] = {}
     # divisions of the data-parallel ranks of each
     splits: dict[tuple[int, int, int, bool], tuple[int, int]] = {}
     for ladder in ladders(request):
@@ -362,7 +363,7 @@ def size(request: Request) -> int:
         if pipe not in sums:
             for step in ladder.groups():
                 if (step.pp, step.microbatches) not in ways:
-                    ways[step.pp, step.microbatches] = _ways(request, step)
+                    ways[step.pp, step.microbatches] = _ways(request, step, lengths)
             each = [ways[step.pp, step.microbatches] for step in ladder.groups()]
             sums[pipe] = sum(whole for whole, _ in each), sum(halves for _, halves in each)
         if data not in splits:
@@ -374,12 +375,15 @@ def size(request: Request) -> int:
     return count
 
 
-def _ways(request: Request, group: Group) -> tuple[int, int]:
-    """Points with a whole backward, and with a split one."""
+def _ways(request: Request, group: Group, lengths: dict[tuple[int, str], int]) -> tuple[int, int]:
+    """Points with a whole backward, and with a split one. `lengths` remembers how many a schedule has in each mode."""
     whole = halves = 0
     for series in series_of(request, group):
+        key = group.pp, series.schedule
+        if key not in lengths:
+            lengths[key] = sum(1 for _ in points(request, series))
         if group.pp > 1 and series.schedule in schedules.SPLITS_BACKWARD:
-            halves += sum(1 for _ in points(request, series))
+            halves += lengths[key]
         else:
-            whole += sum(1 for _ in points(request, series))
+            whole += lengths[key]
     return whole, halves
