@@ -348,22 +348,26 @@ def _bounded(fitting: Fitting, costing: Costing) -> tuple[float, Bounded]:
 
 
 def _simulated(bounded: Bounded, found: _Found) -> list[tuple[float, Job]]:
-    """Seconds of the layouts of a point that fit."""
-    found.simulated += 1
+    """Seconds of the layouts of a point that fit: on every rank, too, which the order of their work tells."""
     fitting = bounded.fitting
-    line = pipeline.timeline(fitting.plain, fitting.built)
-    everywhere = dict(enumerate(line.peak_in_flight))
-    layouts = []
+    held = {rank: held_bytes(fitting.plain, fitting.built, rank) for rank in range(fitting.plain.pp)}
+    fits = []
     for bound, job in bounded.layouts:
         if bound >= found.limit * (1 + SAME):
             continue
         exact = pipeline.shares(job, fitting.built)
-        missing = _missing(job, fitting.cost, dict(enumerate(exact)), everywhere)
+        missing = _missing(job, fitting.cost, dict(enumerate(exact)), held)
         if missing > 0:
             found.layout_missed(job, missing)
         else:
-            layouts.append((total.slowest(job, fitting.built, line, exact)[0] + job.physics.step, job))
-    return layouts
+            fits.append((job, exact))
+    if not fits:
+        return []
+    found.simulated += 1
+    line = pipeline.timeline(fitting.plain, fitting.built)
+    return [
+        (total.slowest(job, fitting.built, line, exact)[0] + job.physics.step, job) for job, exact in fits
+    ]
 
 
 def _held_by_ends(job: Job, built: list[Stage]) -> dict[int, float]:
