@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fivefold.config.model import Model
-from fivefold.ledger.compression import Compression
+from fivefold.ledger.compression import UNCOMPRESSED, Compression
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.network import Wires, wires
 from fivefold.ledger.physics import Physics
@@ -70,7 +70,8 @@ class Stack:
             elements).
         graphs: kernels are launched as recorded graphs, not one by one by the host.
         scatter_messages: pipeline messages are split over tp even without sequence parallel.
-        corrects_momentum: sparse compression keeps the momentum that the optimizer then does not.
+        corrects_momentum: sparse compression keeps, of what it compresses, the momentum that the optimizer then does
+            not.
         compression: how gradients are summed over replicas.
         algorithm: what carries out the collectives of the data-parallel axes.
         backend: what carries out all others.
@@ -112,7 +113,7 @@ class Stack:
     graphs: bool = False
     scatter_messages: bool = False
     corrects_momentum: bool = False
-    compression: Compression = field(default_factory=lambda: Compression("none"))
+    compression: Compression = UNCOMPRESSED
     algorithm: Algorithm = "backend"
     backend: str = "nccl"
 
