@@ -28,8 +28,8 @@ class Stack:
             and compiled nn/chain.py).
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
-        remade_masks: in a layer's sums with the residual stream keys are kept in place of masks (8 bytes a token),
-            and backward makes the masks again (compiled nn/chain.py).
+        compiled_chains: nn/chain.py is compiled: in a layer's sums with the residual stream keys are kept in place of
+            masks (8 bytes a token), and backward makes the masks again; of rotary's tables each layer keeps a cast.
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
         shard_apart: zero 1 and 2 gather parameters into a copy beside the shard that is updated, in the dtype
             they are gathered in (parallel/bucket.py).
@@ -82,7 +82,7 @@ class Stack:
     manual_backward: bool = False
     compiled: bool = False
     dropout: bool = False
-    remade_masks: bool = False
+    compiled_chains: bool = False
     compute_copy: int = 2
     shard_apart: bool = False
     master: int = 4

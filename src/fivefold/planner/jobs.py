@@ -30,7 +30,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         attention="blocked" if blocked else "flash",
         manual_backward=by_hand or config.machine.compile,
         dropout=config.model.dropout > 0,
-        remade_masks=config.machine.compile,
+        compiled_chains=config.machine.compile,
         compute_copy=item if item != exact else 0,
         shard_apart=True,
         master=exact,
