@@ -262,9 +262,13 @@ def loss_chunk(job: Job) -> float:
 
 def embedding(job: Job) -> float:
     """The embedding's output mask and the token ids, per micro-batch; of a part of the vocabulary, which ids are in
-    it."""
+    it; of learned positions their numbers, under sequence parallel every token's."""
     mask = job.tokens * job.model.hidden / job.sequence_split if job.stack.dropout else 0.0
-    return mask + (8.0 + (job.tp > 1)) * job.tokens
+    numbers = 0
+    if job.model.positions == "learned":
+        split = job.sequence_split
+        numbers = job.tokens // job.micro_batch if split == 1 else -(-job.tokens // split) * split
+    return mask + (8.0 + (job.tp > 1)) * job.tokens + 8.0 * numbers
 
 
 def head_input(job: Job) -> float:
