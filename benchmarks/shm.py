@@ -33,7 +33,7 @@ from importlib.util import find_spec
 from itertools import count, product
 from pathlib import Path
 from statistics import median
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -114,24 +114,31 @@ def compare(ranks: int, primitives: Sequence[str], rounds: int) -> None:
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     turns: dict[str, count[int]] = defaultdict(count)
+    over = Event()
     with ExitStack() as stack:
+
+        def watch(name: str, run: Callable[[], object]) -> None:
+            thread = Thread(target=watched, args=(name, run, over))
+            thread.start()
+            stack.callback(thread.join)
+
         systems = []
         own = [sys.executable, __file__, f"--port={store.port}"]
         if shutil.which("mpirun") and find_spec("mpi4py"):
             systems.append("OpenMPI")
             mpirun = f"mpirun -n {ranks} --oversubscribe --allow-run-as-root --bind-to none".split()
-            stack.callback(subprocess.Popen([*mpirun, *own]).wait)
+            watch("OpenMPI", subprocess.Popen([*mpirun, *own]).wait)
         for system in TRANSPORTS:
             systems.append(system)
             started = stack.enter_context(Ranks(ranks, backend=None))
             run = partial(started.run, over_torch, system, store.port, timeout=PATIENCE.total_seconds())
-            thread = Thread(target=run)
-            thread.start()
-            stack.callback(thread.join)
+            watch(system, run)
         systems.append(APART)
         for rank in range(ranks):
-            stack.callback(subprocess.Popen([*own, f"--rank={rank}", f"--ranks={ranks}"]).wait)
+            process = subprocess.Popen([*own, f"--rank={rank}", f"--ranks={ranks}"])
+            watch(f"{APART}, rank {rank}", process.wait)
         stack.callback(lambda: [store.set(f"{system} {next(turns[system])}", "end") for system in systems])
+        stack.callback(over.set)
         print(f"{ranks} ranks, load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
         print(f"{'primitive':<15}{'bytes':>10}", *(f"{name:>9}: µs   best + write" for name in systems))
         for primitive, size in product(primitives, SIZES):
@@ -146,6 +153,19 @@ def compare(ranks: int, primitives: Sequence[str], rounds: int) -> None:
                         Turn(*(max(map(float, column)) for column in zip(*answers, strict=True)))
                     )
             print(report(primitive, size, row), flush=True)
+
+
+def watched(name: str, run: Callable[[], object], over: Event) -> None:
+    """Runs a part of a system. If it ends too soon, so does the program, and with its store every other rank."""
+    from fivefold.proof.ranks import RankError
+
+    try:
+        end = f"ended with exit code {run()}"
+    except RankError as error:
+        end = str(error)
+    if not over.is_set():
+        print(f"{name}: {end}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def serve(system: str, rank: int, ranks: int, store: Any, call: Call, barrier: Callable[[], object]) -> None:

@@ -22,34 +22,48 @@ class Cores:
     """
 
     def __init__(self, others: Sequence[int]) -> None:
-        self.crowded = len(others) >= len(os.sched_getaffinity(0))
+        # Each may be bound to a core of its own.
+        cores = os.sched_getaffinity(0).union(*map(cores_of, others))
+        self.crowded = len(others) >= len(cores)
+        """Whether ranks outnumber the cores that they may use together."""
         self.others = others
         self._next_look = 0.0
 
     def spread(self) -> bool:
         """Moves this thread to another of its cores if at least two ranks fewer are there; whether it did."""
-        began = time.monotonic()
-        if began < self._next_look:
+        if time.monotonic() < self._next_look:
             return False
+        began = time.thread_time()  # without that of others, which may run in between
         try:
             return self._spread()
         finally:
-            now = time.monotonic()
-            self._next_look = now + (now - began) / _SHARE
+            self._next_look = time.monotonic() + (time.thread_time() - began) / _SHARE
 
     def _spread(self) -> bool:
-        allowed = os.sched_getaffinity(0)
-        if len(allowed) == 1:
-            return False
         mine = core_of("thread-self")
         others = Counter(map(core_of, self.others))
+        allowed = os.sched_getaffinity(0)
         best = min(allowed, key=lambda core: (others[core], abs(core - mine)))
         if others[mine] <= others[best]:
             return False
+        bound = found = {best}
         with suppress(OSError):  # a core that has been taken away meanwhile
-            os.sched_setaffinity(0, {best})
-            os.sched_setaffinity(0, allowed)
-        return True
+            try:
+                os.sched_setaffinity(0, bound)  # milliseconds where the core is busy
+                found = os.sched_getaffinity(0)
+            finally:  # whatever a signal's handler raises in between
+                if found == bound:  # not what somebody has set meanwhile
+                    os.sched_setaffinity(0, allowed)
+            return True
+        return False
+
+
+def cores_of(process: int) -> set[int]:
+    """Those that a process's first thread may run on; none if it has ended."""
+    try:
+        return os.sched_getaffinity(process)
+    except OSError:
+        return set()
 
 
 def core_of(process: int | str) -> int:

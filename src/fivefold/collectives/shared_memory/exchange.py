@@ -50,9 +50,9 @@ class Exchange:
         self.share_bytes = segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
         # Between two ranks it copies no more than sharing out does, and saves a meeting at any size.
         self._at_once_bytes = min(segment.slot_bytes, segment.slot_bytes if self.size == 2 else AT_ONCE_BYTES)
-        plenty = segment.has_plenty(MANY * segment.slot_bytes * self.size)
-        self._own = Slots(MANY if plenty else 2)
+        self._own = Slots()
         self._chosen = 0  # the number of this rank's slot in this step
+        self._writes = 0  # those long enough to be timed
         self._timed_bytes, self._timed_seconds = 0, 0.0
         self._reserved: set[int] = set()
         self._step = 0
@@ -281,21 +281,25 @@ class Exchange:
     def _choose(self) -> int:
         """This rank's slot for a step."""
         number = self._own.next()
-        if number not in self._reserved:
+        if number in self._reserved:
+            return number
+        if number < 2 or self._segment.has_plenty(MANY * self._slot_bytes * self.size):
             try:
                 self._segment.reserve(self._segment.slot(self._rank, number), self._slot_bytes)
+                self._reserved.add(number)
+                return number
             except SharedMemoryError:
                 if number < 2:
                     raise
-                self._own.only_two()
-                return self._choose()
-            self._reserved.add(number)
-        return number
+        self._own.only_two()
+        return self._choose()
 
     def _put(self, offset: int, address: int, size: int) -> None:
         """Copies data into this rank's slot."""
         place = self._slots[self._rank] + offset
-        if size < TIMED_BYTES or self._step % self._own.timed_every:
+        if size >= TIMED_BYTES:
+            self._writes += 1
+        if size < TIMED_BYTES or self._writes % self._own.timed_every:
             copy(place, address, size)
             return
         before = time.perf_counter()

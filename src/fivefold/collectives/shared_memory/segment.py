@@ -3,8 +3,8 @@
 The file has no name at any time: the first rank opens an unnamed one, the others open it through
 /proc/PID/fd. So nothing is left behind however the ranks end, SIGKILL included.
 
-Each word has one writer and only grows. That is all the synchronisation there is: on x86-64 a processor's stores
-become visible in their order, so who sees a word sees what was written before it.
+Each word has one writer, and those that are waited for only grow. That is all the synchronisation there is: on x86-64
+a processor's stores become visible in their order, so who sees a word sees what was written before it.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from fivefold.collectives.shared_memory.memory import host_memory
 from fivefold.collectives.shared_memory.peers import Peer
 from fivefold.collectives.shared_memory.slots import MANY
 from fivefold.config.errors import HAS_DIED
@@ -198,9 +199,9 @@ class Segment:
             ) from None
 
     def has_plenty(self, size: int) -> bool:
-        """Whether what is free is many times as much."""
+        """Whether many times as much is free, in the file system and of the memory behind it."""
         disk = os.fstatvfs(self._fd)
-        return disk.f_bavail * disk.f_frsize >= PLENTY * size
+        return min(disk.f_bavail * disk.f_frsize, host_memory().available) >= PLENTY * size
 
     def set(self, word: int, value: int) -> None:
         """Writes a word of this rank's and wakes who sleeps for it."""

@@ -20,16 +20,12 @@ STAY = 50  # timed writes between two trials
 
 
 class Slots:
-    """The slots of one rank, by number.
+    """The slots of one rank, by number."""
 
-    Args:
-        most: how many there may be.
-    """
-
-    def __init__(self, most: int = MANY) -> None:
+    def __init__(self) -> None:
         self.timed_every = SELDOM
         """One of so many writes is to be timed."""
-        self._most = most
+        self._most = MANY  # how many there may be
         self._last = 0
         self._two: tuple[int, int] | None = (0, 1)
         self._trials = self._choose()

@@ -33,8 +33,8 @@ class SharedMemory:
     Args:
         directory: of a file system in memory. The files made there have no names.
         host: which ranks are together; by default those whose memory this process can map.
-        slot_bytes, ring_bytes: a group takes two slots per rank, and a ring per pair of ranks that exchange
-            messages.
+        slot_bytes, ring_bytes: a group takes two slots per rank, or `slots.MANY` where these are faster and memory is
+            plenty, and a ring per pair of ranks that exchange messages.
     """
 
     directory: Path = SHARED_MEMORY

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from fivefold.collectives.shared_memory.memory import host_memory
 from fivefold.config.errors import BadInput
 from fivefold.trainer.doctor.finding import MIB, Finding, size
 from fivefold.trainer.place import place_from, usable_cores
@@ -81,21 +82,6 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes available and in all, as the kernel or a container's limit has it."""
-    kib = {
-        name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in _lines("/proc/meminfo"))
-    }
-    available, total = kib.get("MemAvailable", 0) * 1024, kib.get("MemTotal", 0) * 1024
-    limit = next(iter(_lines("/sys/fs/cgroup/memory.max")), "max")
-    if limit.isdigit() and int(limit) < total:
-        statistics = dict(line.split() for line in _lines("/sys/fs/cgroup/memory.stat"))
-        used = int(next(iter(_lines("/sys/fs/cgroup/memory.current")), "0"))
-        used -= int(statistics.get("inactive_file", 0))  # read from files, and given up when memory is needed
-        return min(available, max(0, int(limit) - used)), int(limit)
-    return available, total
 
 
 def _limits() -> Iterator[Finding]:
