@@ -148,6 +148,34 @@ def test_account_of_a_run(ranks: Ranks, place: Path, name: str) -> None:
     assert "NOT EQUAL" not in account_text(found)
 
 
+@pytest.mark.parametrize(
+    ("method", "optimizer", "layout"),
+    [
+        ("topk", "sgd", {"dp_replicate": 2, "tp": 2}),
+        ("int8", "adamw", {"dp_replicate": 2, "tp": 2}),
+        ("powersgd", "adamw", {"dp_replicate": 2, "tp": 2}),
+        ("topk", "sgd", {"dp_replicate": 2, "dp_shard": 2, "zero": 1}),
+        ("topk", "sgd", {"cp": 2, "ep": 2}),
+    ],
+)
+def test_what_compression_keeps_is_predicted(
+    ranks: Ranks, place: Path, method: str, optimizer: str, layout: dict[str, int]
+) -> None:
+    """Of copies under tensor parallel, and of experts that no other rank has, nothing: the optimizer then keeps their
+    momentum."""
+    name = "experts" if "ep" in layout else "dense"
+    more = (f"parallel.compression={method}", f"optimizer.name={optimizer}", "model.tied=false")
+    config, overrides = str(place / f"{name}.toml"), settings(layout, *more)
+    world = 2 if "ep" in layout else 4
+    found = ranks.run(on_rank, config, overrides, account_of, world_size=world)[0]
+    states = [
+        line for line in found["memory"] if line["category"] in ("parameters", "gradients", "optimizer")
+    ]
+    assert len(states) == 3
+    for line in states:
+        assert line["measured"] == line["predicted"], line
+
+
 def test_the_command_prints_it_and_leaves_nothing(place: Path) -> None:
     words = [sys.executable, "-m", "fivefold", "train", "dense.toml", "--account", "--set", "parallel.tp=2"]
     before = set(place.iterdir())

@@ -16,13 +16,19 @@ import torch
 from msgspec.structs import replace
 
 from fivefold.cli.main import main
+from fivefold.collectives.record import Recorder
 from fivefold.config.load import load
 from fivefold.config.model import Experts, Model
 from fivefold.config.tree import Config, Machine, Parallel
+from fivefold.ledger.total import estimate
+from fivefold.planner.jobs import job_of
 from fivefold.proof.verify import Verifier
+from fivefold.spec.legal import resolve_config
+from fivefold.trainer.batches import held_out_share
+from fivefold.trainer.profile import StepProfile
 from ranks import Ranks
 from test_parity import check, check_replicas
-from toy import MODEL, reference, toy_config, train_on_ranks
+from toy import CPU, FLAGS, MODEL, global_batch, reference, stepper_on, toy_config, train_on_ranks
 
 
 def test_without_a_compiler_it_is_refused_in_one_line(
@@ -128,6 +134,21 @@ def compiling() -> Iterator[dict[str, Counter[str]]]:
     assert counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "float64"])
+def test_memory_of_traced_layers_is_predicted(dtype: str) -> None:
+    """Also for another number of layers than verify's twins have: each keeps rotary's tables for itself, but in
+    float64. Divided into forward and backward as the compiler does it, without compiling."""
+    config = toy_config(global_batch=1, dtype=dtype)
+    config = replace(config, model=replace(MODEL, layers=3), machine=Machine(compile=True))
+    resolved = resolve_config(config)
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager_decomp_partition")):
+        stepper = stepper_on(resolved, Recorder())
+        share = held_out_share(global_batch(config, 0), resolved.batch, 0, CPU)
+        with StepProfile(stepper.model, stepper.optimizer) as profile:
+            stepper.step(share, 1e-3, FLAGS, profile.inspect)
+    assert profile.memory.activations == max(estimate(job_of(config)).timeline.peak_in_flight)
+
+
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -146,5 +167,4 @@ def test_verify_holds_compiled_layers_against_one_process(preset: str, layout: d
     with Verifier(4, compiling) as verifier:
         case = verifier.case(config, ["float64", "bf16"])
     assert case.passed, case.document()
-    if layout == {"tp": 2, "dp_shard": 1}:
-        assert all(line.measured == line.predicted for line in case.memory)
+    assert all(line.measured == line.predicted or line.note for line in case.memory), case.memory

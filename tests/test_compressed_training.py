@@ -265,7 +265,7 @@ def test_a_loss_scale_is_refused() -> None:
         resolve_config(config)
 
 
-def test_the_ledger_counts_what_is_sent_and_kept() -> None:
+def test_the_ledger_counts_what_is_sent() -> None:
     """As collectives/compression does, which another test counts; PowerSGD on whole matrices."""
     for method in ("bf16", "int8", "topk", "powersgd"):
         config = toy_config(dtype="float32", compression=method, compression_rank=2, **REPLICAS)
@@ -274,9 +274,6 @@ def test_the_ledger_counts_what_is_sent_and_kept() -> None:
         how, buckets = compression_of(config.parallel), bucket_shapes(config)
         expected = sum(size for shapes in buckets for _, size in messages(how, shapes, 4, 2))
         assert sum(row.bytes_per_rank for row in rows) == pytest.approx(expected, rel=0.1)
-        plain = estimate(job_of(toy_config(dtype="float32", **REPLICAS)))
-        kept = found.fullest.memory.optimizer - plain.fullest.memory.optimizer
-        assert kept == 8 * sum(spec.numel for spec in parameters(config.model))
 
 
 def bucket_shapes(config: Config) -> list[list[tuple[int, ...]]]:

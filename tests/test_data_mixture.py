@@ -14,17 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.cli.main import main
-from fivefold.config.errors import ConfigError
-from fivefold.config.load import parse
+from fivefold.config.errors import BadInput, ConfigError
+from fivefold.config.load import load, parse
 from fivefold.config.tree import Data, Source
 from fivefold.data.check import check_data
-from fivefold.data.mixture import Mixture
+from fivefold.data.mixture import Mixture, prepared_digest
 from fivefold.data.shards import prepare
 from fivefold.data.source import DataError
 from fivefold.data.store import TokenStore
 from fivefold.data.turns import Turns
 from fivefold.nn.loss import IGNORED
 from fivefold.spec.legal import resolve_config
+from fivefold.trainer.identity import check_resume
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 50), st.sampled_from([0.1, 0.25, 0.7, 1e-3, 12.5, 1000])), min_size=1, max_size=6
@@ -347,4 +348,10 @@ def test_a_run_of_a_mixture_is_the_same_however_it_is_cut(
     assert main(["train", "cut", "--resume", "--set", "run.steps=5", "--set", other]) == 2
     refusal = capsys.readouterr().err.strip()
     assert refusal.count("\n") == 0
-    assert "was trained on other samples; set data.path or data.sources" in refusal
+    assert "data.sources = weights 3, 1: cut/checkpoints/step-4 was trained with weights 2, 1" in refusal
+    config = load("cut", [other])
+    with pytest.raises(BadInput, match="weights 3, 1"):  # known without the data, so before ranks start
+        check_resume(config, Path("cut/checkpoints"), lambda: None)
+    elsewhere = load("cut", ["data.cache_dir=elsewhere"])
+    assert prepared_digest(elsewhere.data, config.model.vocab, 16, 0) is None
+    assert not Path("elsewhere").exists()

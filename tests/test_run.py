@@ -302,12 +302,18 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_changes_nothing(
     more = ["--set", "run.steps=14", "--set", "data.validation_fraction=0"]
     done = fivefold(place, "train", str(copy), "--resume", *alone, *more, expect=2)
     assert "other samples" in one_line(done)
+    ranks = settings(
+        str(copy), 2, 0, *more, "--set", "run.timeout_seconds=0.01"
+    )  # in which no ranks could meet
+    assert "other samples" in one_line(fivefold(place, "train", str(copy), "--resume", *ranks, expect=2))
     newest = copy / "checkpoints" / "step-12"
     with pytest.raises(BadInput, match=r"run\.seed = 5: .*step-12 was trained with"):  # no rank needed
-        check_resume(load(str(copy), ["run.seed=5"]), newest.parent)
-    check_resume(load(str(copy)), newest.parent)
+        check_resume(load(str(copy), ["run.seed=5"]), newest.parent, lambda: None)
+    with pytest.raises(BadInput, match="other samples"):
+        check_resume(load(str(copy)), newest.parent, lambda: "of another fraction")
+    check_resume(load(str(copy)), newest.parent, lambda: None)
     (newest / "manifest.json").write_text("{")  # whoever loads it says what is wrong
-    check_resume(load(str(copy), ["run.seed=5"]), newest.parent)
+    check_resume(load(str(copy), ["run.seed=5"]), newest.parent, lambda: None)
     assert (copy / "config.toml").read_text() == config
     assert numbers(metrics(copy)) == numbers(metrics(whole))
 
@@ -326,16 +332,24 @@ def test_weights_that_were_converted_are_no_run_to_resume(whole: Path, tmp_path:
     manifest = json.loads((step / "manifest.json").read_text())
     (step / "manifest.json").write_text(json.dumps(manifest | {"counters": {}}))
     with pytest.raises(BadInput, match=r"step-0 holds weights alone.*--set model\.path=DIR"):
-        check_resume(load(str(whole)), step.parent)
+        check_resume(load(str(whole)), step.parent, lambda: None)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("run.seed", 5), ("model.hidden", 64), ("optimizer.name", "sgd"), ("precision.dtype", "float64")],
+    [
+        ("run.seed", 5),
+        ("model.hidden", 64),
+        ("optimizer.name", "adamw"),
+        ("precision.dtype", "float64"),
+        ("optimizer.momentum", 0),
+        ("model.max_positions", 64),
+    ],
 )
 def test_what_a_run_keeps_for_life(whole: Path, key: str, value: int | str) -> None:
-    before = identity(load(str(whole)), "samples")
-    after = identity(load(str(whole), [f"{key}={value}"]), "samples")
+    settings = ["optimizer.name=sgd", "model.positions=learned"]
+    before = identity(load(str(whole), settings), "samples")
+    after = identity(load(str(whole), [*settings, f"{key}={value}"]), "samples")
     refuse_change(before, before, whole)
     with pytest.raises(BadInput, match=f"{key} = {value}: {whole} was trained with"):
         refuse_change(before, after, whole)

@@ -124,6 +124,15 @@ def test_one_precision_after_another_on_a_long_pipeline(verifier: Verifier) -> N
     assert case.passed, case.document()
 
 
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_memory_of_learned_positions_is_predicted(verifier: Verifier, layout: dict[str, Any]) -> None:
+    config = load("quickstart", ["model.preset=gpt2", "batch.global_batch=16", "parallel.dp_replicate=1"])
+    config = replace(config, parallel=replace(config.parallel, **layout))
+    case = verifier.case(config, ["float64"])
+    assert case.passed, case.document()
+    assert all(line.measured == line.predicted for line in case.memory), case.memory
+
+
 # Muon
 
 

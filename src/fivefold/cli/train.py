@@ -100,10 +100,17 @@ def _check_inputs(config: Config, resume: bool, account: bool) -> str:
     check_sinks(config.log.sinks)
     directory = config.run.dir if account else str(choose_directory(config.run, resume))
     if resume:
-        check_resume(config, Path(directory) / CHECKPOINTS)
+        check_resume(config, Path(directory) / CHECKPOINTS, lambda: _samples_digest(config))
     if config.model.path and not resume:
         _check_weights(config)
     return directory
+
+
+def _samples_digest(config: Config) -> str | None:
+    load_torch(*WORKER)
+    from fivefold.data.mixture import prepared_digest
+
+    return prepared_digest(config.data, config.model.vocab, config.batch.sequence_length, config.run.seed)
 
 
 def _check_weights(config: Config) -> None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from fivefold.config.tree import Data
 from fivefold.data.rows import Batch
 from fivefold.data.samples import Samples
+from fivefold.data.shards import prepared
 from fivefold.data.source import sources
 from fivefold.data.store import TokenStore
 from fivefold.data.turns import Turns
@@ -112,3 +113,9 @@ class Mixture:
             ids.append(self._firsts[number] + samples.validation_ids(mine))
             places.append((mine + 0.5) / self._turns.weights[number])
         return np.concatenate(ids)[np.argsort(np.concatenate(places), kind="stable")[:most]]
+
+
+def prepared_digest(data: Data, vocab: int, sequence_length: int, seed: int) -> str | None:
+    """`Mixture.digest` of a run, if its data are prepared already."""
+    stores = prepared(data, vocab)
+    return None if stores is None else Mixture(stores, data, sequence_length, seed).digest()

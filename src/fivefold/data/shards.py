@@ -72,6 +72,21 @@ def prepare(data: Data, vocab: int, progress: Progress) -> tuple[TokenStore, ...
     return tuple(stores)
 
 
+def prepared(data: Data, vocab: int) -> tuple[TokenStore, ...] | None:
+    """What `prepare` returns, if all of it is in the cache; reads no text and writes nothing.
+
+    Raises DataError if a finished store is damaged.
+    """
+    try:
+        found = [_identify(data, source, vocab)[1] for source in sources(data)]
+    except OSError:  # `prepare` tells
+        return None
+    directories = [Path(data.cache_dir).expanduser() / identity for identity in found]
+    if not all((directory / MANIFEST).exists() for directory in directories):
+        return None
+    return tuple(open_store(directory) for directory in directories)
+
+
 def _identify(data: Data, source: Source, vocab: int) -> tuple[list[File], str]:
     """The files of a source, and what its tokens depend on in 20 hex digits: the files and how they are read,
     the tokenizer, `vocab`, the format.

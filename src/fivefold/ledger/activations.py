@@ -38,7 +38,7 @@ def kept(job: Job, expert: bool) -> Kept:
     norms = 2 * (streams * (_norm_copies(job, model.norm) + item) + rows / split * _norm_statistics(job))
     if job.stack.keep_gathered:
         norms += 2 * rows * model.hidden * item * (1 - 1 / split)
-    masks = 2 * (8 * rows / split if job.stack.remade_masks else streams) if job.stack.dropout else 0.0
+    masks = 2 * (8 * rows / split if job.stack.compiled_chains else streams) if job.stack.dropout else 0.0
     return Kept(
         norms,
         _projections(job, core),
@@ -75,14 +75,23 @@ def _projections(job: Job, core: Core) -> float:
         found += rows * item * 2 * (latent.kv_rank + latent.q_rank)  # compressed, and normalised
     if _is_laid_anew(job):
         found += rows * item * values
-    if _eager(job) and not job.stack.manual_backward and job.model.positions == "rotary":
-        # cosine and sine tables cast for queries and for keys
-        found += 4 * core.queries * (core.qk_dim // 2) * max(4, item)
+    found += _cast_tables(job) * core.queries * (core.qk_dim // 2) * max(4, item)
     if job.model.qk_norm:
         heads = rows * (core.heads + core.kv_heads)
         found += heads * core.qk_dim * _norm_copies(job, "rmsnorm")
         found += heads * max(4, item) if _eager(job) else 0
     return found
+
+
+def _cast_tables(job: Job) -> int:
+    """Rotary's tables that each layer casts and keeps: cosines and sines, in eager code once for queries and once for
+    keys. A backward by hand reads those that all layers share (`rotary_tables`), as does compiled code in float64, in
+    which they are made."""
+    if not _eager(job) or job.model.positions != "rotary":
+        return 0
+    if job.stack.compiled_chains:
+        return 2 if job.itemsize < 8 else 0
+    return 0 if job.stack.manual_backward else 4
 
 
 def _is_laid_anew(job: Job) -> bool:
@@ -253,9 +262,13 @@ def loss_chunk(job: Job) -> float:
 
 def embedding(job: Job) -> float:
     """The embedding's output mask and the token ids, per micro-batch; of a part of the vocabulary, which ids are in
-    it."""
+    it; of learned positions their numbers, under sequence parallel every token's."""
     mask = job.tokens * job.model.hidden / job.sequence_split if job.stack.dropout else 0.0
-    return mask + (8.0 + (job.tp > 1)) * job.tokens
+    numbers = 0
+    if job.model.positions == "learned":
+        split = job.sequence_split
+        numbers = job.tokens // job.micro_batch if split == 1 else -(-job.tokens // split) * split
+    return mask + (8.0 + (job.tp > 1)) * job.tokens + 8.0 * numbers
 
 
 def head_input(job: Job) -> float:
@@ -266,10 +279,11 @@ def head_input(job: Job) -> float:
 
 
 def rotary_tables(job: Job) -> float:
-    """Cosines and sines of a micro-batch's positions in float64, which all layers share; see `_projections` for those
-    that each layer casts. What is recomputed as a whole keeps none."""
+    """Cosines and sines of a micro-batch's positions in float64, which all layers share, where they do not cast them.
+    What is recomputed as a whole keeps none."""
     if (
         not job.stack.manual_backward
+        or _cast_tables(job)
         or job.model.positions != "rotary"
         or job.recompute in ("elementwise", "full")
     ):

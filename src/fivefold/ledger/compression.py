@@ -32,6 +32,9 @@ class Compression:
     threshold: float = 3.0
 
 
+UNCOMPRESSED = Compression("none")
+
+
 def compression_of(parallel: Parallel) -> Compression:
     """What a layout asks for."""
     return Compression(
@@ -59,10 +62,20 @@ def touched_bytes(how: Compression) -> int:
     return _TOUCHED[how.method]
 
 
-def kept_bytes(how: Compression, itemsize: int, momentum: bool) -> int:
-    """Bytes a gradient element costs between steps and, while one is under way, for the state after it."""
-    kinds = 0 if how.method == "none" else 2 if momentum else 1
-    return 2 * kinds * itemsize
+def kept_bytes(itemsize: int, momentum: bool) -> int:
+    """Bytes of an element that is kept between steps and, while one is under way, for the state after it; with
+    `momentum` also as a velocity, less the momentum that the optimizer then does not keep."""
+    return (2 * 2 - 1 if momentum else 2) * itemsize
+
+
+def kept_elements(how: Compression, shape: Sequence[int], *, is_copy: bool) -> int:
+    """Elements that compression keeps of a gradient of this shape. Copies under tensor parallel are summed as they are
+    (parallel/apply.py), and so is all that PowerSGD does not send as factors; of a matrix it keeps a factor, too."""
+    if how.method == "none" or is_copy:
+        return 0
+    if how.method != "powersgd":
+        return prod(shape)
+    return prod(shape) + prod(shape[1:]) * how.rank if low_rank(shape, how.rank) else 0
 
 
 @lru_cache

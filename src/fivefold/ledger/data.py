@@ -37,11 +37,20 @@ def states(job: Job, share: Share, whole: Share) -> States:
     """Bytes of parameters, gradients and optimizer state, sharded by the ZeRO stage; `whole` is the share without the
     padding that sharding needs."""
     dense, expert = shard_degrees(job)
+    kept, expert_kept = kept_elements(job, share)
     parts = (
-        _part_states(job, share.dense, whole.dense, dense, share.matrices),
-        _part_states(job, share.expert, whole.expert, expert, share.expert_matrices),
+        _part_states(job, share.dense, whole.dense, dense, share.matrices, kept),
+        _part_states(job, share.expert, whole.expert, expert, share.expert_matrices, expert_kept),
     )
     return States(*(sum(kinds) for kinds in zip(*parts, strict=True)))
+
+
+def kept_elements(job: Job, share: Share) -> tuple[int, int]:
+    """Elements that compression keeps of the gradients of dense parameters and of experts, before any ZeRO split; none
+    where no other rank holds the same."""
+    shards = (1, 1) if job.zero else shard_degrees(job)
+    dense, expert = (job.dp_replicate * degree > 1 for degree in shards)
+    return share.kept * dense, share.expert_kept * expert
 
 
 class Rates(NamedTuple):
@@ -69,7 +78,6 @@ def rates(job: Job, degree: int) -> Rates:
         copy, optimizer = stack.master, stack.moments
         if job.pp > 1:
             gathered = stack.gather
-    optimizer += kept_bytes(stack.compression, stack.reduce, stack.corrects_momentum)
     # zero 1 adds micro-batches up whole; of a single one, buckets are scattered as they fill (parallel/data.py).
     scatters = job.zero >= 2 or (job.zero == 1 and job.microbatches == 1 and stack.shard_apart)
     return Rates(
@@ -79,15 +87,16 @@ def rates(job: Job, degree: int) -> Rates:
     )
 
 
-def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int) -> States:
-    """States of `padded` elements over `degree` ranks, `matrices` of them updated by Muon; unsharded gradients have the
-    `whole` elements, without padding."""
-    of, own = rates(job, degree), -(-padded // degree)
-    spared = job.stack.spared_moments * (-(-matrices // degree) if job.zero >= 1 else matrices)
+def _part_states(job: Job, padded: int, whole: int, degree: int, matrices: int, kept: int) -> States:
+    """States of `padded` elements over `degree` ranks, `matrices` of them updated by Muon, with `kept` elements of
+    compression; unsharded gradients have the `whole` elements, without padding."""
+    of, own, split = rates(job, degree), -(-padded // degree), degree if job.zero else 1
+    spared = job.stack.spared_moments * -(-matrices // split)
+    each = kept_bytes(job.stack.reduce, job.stack.corrects_momentum)
     return States(
         of.parameters[0] * own + of.parameters[1] * padded,
         of.gradients[0] * own + of.gradients[1] * whole,
-        of.optimizer[0] * own + of.optimizer[1] * padded - spared,
+        of.optimizer[0] * own + of.optimizer[1] * padded - spared + each * -(-kept // split),
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fivefold.config.model import Model
-from fivefold.ledger.compression import Compression
+from fivefold.ledger.compression import UNCOMPRESSED, Compression
 from fivefold.ledger.hardware import Hardware
 from fivefold.ledger.network import Wires, wires
 from fivefold.ledger.physics import Physics
@@ -28,8 +28,8 @@ class Stack:
             and compiled nn/chain.py).
         compiled: elementwise chains between matmuls are one kernel (torch.compile).
         dropout: masks are kept (1 byte an element).
-        remade_masks: in a layer's sums with the residual stream keys are kept in place of masks (8 bytes a token),
-            and backward makes the masks again (compiled nn/chain.py).
+        compiled_chains: nn/chain.py is compiled: in a layer's sums with the residual stream keys are kept in place of
+            masks (8 bytes a token), and backward makes the masks again; of rotary's tables each layer keeps a cast.
         compute_copy: bytes of the parameters that matmuls read, besides the master copy; 0 = the same.
         shard_apart: zero 1 and 2 gather parameters into a copy beside the shard that is updated, in the dtype
             they are gathered in (parallel/bucket.py).
@@ -70,7 +70,8 @@ class Stack:
             elements).
         graphs: kernels are launched as recorded graphs, not one by one by the host.
         scatter_messages: pipeline messages are split over tp even without sequence parallel.
-        corrects_momentum: sparse compression keeps the momentum that the optimizer then does not.
+        corrects_momentum: sparse compression keeps, of what it compresses, the momentum that the optimizer then does
+            not.
         compression: how gradients are summed over replicas.
         algorithm: what carries out the collectives of the data-parallel axes.
         backend: what carries out all others.
@@ -81,7 +82,7 @@ class Stack:
     manual_backward: bool = False
     compiled: bool = False
     dropout: bool = False
-    remade_masks: bool = False
+    compiled_chains: bool = False
     compute_copy: int = 2
     shard_apart: bool = False
     master: int = 4
@@ -112,7 +113,7 @@ class Stack:
     graphs: bool = False
     scatter_messages: bool = False
     corrects_momentum: bool = False
-    compression: Compression = field(default_factory=lambda: Compression("none"))
+    compression: Compression = UNCOMPRESSED
     algorithm: Algorithm = "backend"
     backend: str = "nccl"
 

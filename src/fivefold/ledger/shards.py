@@ -5,22 +5,26 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fivefold.config.model import Model
+from fivefold.ledger.compression import UNCOMPRESSED, Compression, kept_elements
 from fivefold.ledger.job import Job
 from fivefold.spec.layout import Owned, Split, placements
 from fivefold.spec.legal import units
 from fivefold.spec.matrices import is_matrix
 from fivefold.spec.parameters import Parameter, parameters
+from fivefold.spec.parts import tensor_copies
 from fivefold.spec.stages import even_split, model_stages
 
 
 class Share(NamedTuple):
-    """Parameters of one rank: those every data-parallel rank holds, and experts (over dp · cp / ep); and of both, those
-    in matrices that Muon would update."""
+    """Parameters of one rank: those every data-parallel rank holds, and experts (over dp · cp / ep); of both, those
+    in matrices that Muon would update; and what compression keeps of their gradients."""
 
     dense: int
     expert: int
     matrices: int = 0
     expert_matrices: int = 0
+    kept: int = 0
+    expert_kept: int = 0
 
     def __add__(self, other: object) -> "Share":
         assert isinstance(other, Share)
@@ -29,6 +33,8 @@ class Share(NamedTuple):
             self.expert + other.expert,
             self.matrices + other.matrices,
             self.expert_matrices + other.expert_matrices,
+            self.kept + other.kept,
+            self.expert_kept + other.expert_kept,
         )
 
     @property
@@ -47,12 +53,14 @@ class Parts(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def parts(model: Model, tp: int, ep: int, expert_tp: int, pad: int = 1) -> Parts:
+def parts(
+    model: Model, tp: int, ep: int, expert_tp: int, pad: int = 1, how: Compression = UNCOMPRESSED
+) -> Parts:
     """Shares by the layout table; a tied head's copy on the last stage is the embedding's size. The rows of
     every dense parameter are filled up to a multiple of `pad`, as it takes to split them over `pad` ranks."""
     embedding = dense = expert = head = norm = Share(0, 0)
     for parameter in representatives(model):
-        share = _share(model, parameter, tp, ep, expert_tp, pad)
+        share = _share(model, parameter, tp, ep, expert_tp, pad, how)
         if parameter.layer is None:
             if parameter.role == "head":
                 head += share
@@ -77,10 +85,13 @@ def representatives(model: Model) -> tuple[Parameter, ...]:
     return tuple(p for p in parameters(model) if p.trained and (p.layer is None or p.layer in layers))
 
 
-def _share(model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int, pad: int) -> Share:
+def _share(
+    model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int, pad: int, how: Compression
+) -> Share:
     axes = placements(model, parameter.name)
     shape = list(parameter.shape)
     expert = isinstance(axes.get("ep"), Owned)
+    is_copy = tensor_copies(model, parameter, expert_tp if expert else tp) > 1
     if expert:
         shape[0] //= ep
     split = axes.get("tp")
@@ -95,7 +106,8 @@ def _share(model: Model, parameter: Parameter, tp: int, ep: int, expert_tp: int,
     for size in shape:
         numel *= size
     in_matrix = numel if is_matrix(parameter) else 0
-    return Share(0, numel, 0, in_matrix) if expert else Share(numel, 0, in_matrix)
+    kept = kept_elements(how, shape, is_copy=is_copy)
+    return Share(0, numel, 0, in_matrix, 0, kept) if expert else Share(numel, 0, in_matrix, 0, kept)
 
 
 class StageContent(NamedTuple):
@@ -126,19 +138,21 @@ def contents(model: Model, stages: int, even: bool = False) -> tuple[StageConten
 
 def layers_share(job: Job, content: StageContent, pad: int = 1) -> Share:
     """One rank's parameters of a stage's layers."""
-    part = parts(job.model, job.tp, job.ep, job.expert_width_split, pad)
+    part = parts(job.model, job.tp, job.ep, job.expert_width_split, pad, job.stack.compression)
     dense, expert = content.dense_layers, content.expert_layers
     return Share(
         dense * part.dense_layer.dense + expert * part.expert_layer.dense,
         expert * part.expert_layer.expert,
         dense * part.dense_layer.matrices + expert * part.expert_layer.matrices,
         expert * part.expert_layer.expert_matrices,
+        dense * part.dense_layer.kept + expert * part.expert_layer.kept,
+        expert * part.expert_layer.expert_kept,
     )
 
 
 def stage_share(job: Job, content: StageContent, pad: int = 1) -> Share:
     """One rank's parameters of a stage. A tied head on the embedding's own stage is no second copy."""
-    part = parts(job.model, job.tp, job.ep, job.expert_width_split, pad)
+    part = parts(job.model, job.tp, job.ep, job.expert_width_split, pad, job.stack.compression)
     share = layers_share(job, content, pad)
     if content.first and job.head_split == 1:
         share += part.embedding

@@ -310,6 +310,8 @@ def optimizer_seconds(job: Job, share: Share) -> float:
 
 def update_bytes(job: Job) -> int:
     """Bytes moved per element: AdamW reads gradient, master copy and moments, and writes master copy, moments and the
-    compute copy; so does Muon, without the moments it does not keep."""
+    compute copy; so does Muon, without the moments it does not keep. Momentum that compression keeps is part of its
+    coding."""
     stack = job.stack
-    return stack.gradient + 2 * stack.master + 2 * stack.moments + stack.compute_copy
+    moments = 0 if stack.corrects_momentum else stack.moments
+    return stack.gradient + 2 * stack.master + 2 * moments + stack.compute_copy

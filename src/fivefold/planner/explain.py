@@ -6,6 +6,7 @@ does it, on every line of many layouts).
 
 from fivefold.config.errors import BadInput, did_you_mean
 from fivefold.ledger import data, flops, muon, pipeline
+from fivefold.ledger.compression import kept_bytes
 from fivefold.ledger.pipeline import Stage, own_stages
 from fivefold.ledger.total import Ledger, buffers, optimizer_seconds, slowest, update_bytes
 from fivefold.planner import explain_traffic
@@ -69,10 +70,12 @@ def _states(ledger: Ledger, name: str) -> str:
     dense, expert = data.shard_degrees(job)
     whole = pipeline.rank_share(job, pipeline.stages(job, pipeline.costs(job)), full.rank)
     spared = job.stack.spared_moments if name == "optimizer" else 0
+    held = data.kept_elements(job, full.share) if name == "optimizer" else (0, 0)
+    each = kept_bytes(job.stack.reduce, job.stack.corrects_momentum)
     terms = []
-    for padded, real, matrices, degree in (
-        (full.share.dense, whole.dense, full.share.matrices, dense),
-        (full.share.expert, whole.expert, full.share.expert_matrices, expert),
+    for padded, real, matrices, kept, degree in (
+        (full.share.dense, whole.dense, full.share.matrices, held[0], dense),
+        (full.share.expert, whole.expert, full.share.expert_matrices, held[1], expert),
     ):
         split, stays = getattr(data.rates(job, degree), name)
         if padded and split:
@@ -81,8 +84,11 @@ def _states(ledger: Ledger, name: str) -> str:
             terms.append(f"+ {stays} B · {real if name == 'gradients' else padded:,}")
         if matrices and spared:
             terms.append(f"− {spared} B · {_share(matrices, degree if job.zero else 1)}")
+        if kept:
+            terms.append(f"+ {each} B · {_share(kept, degree if job.zero else 1)}")
     experts = f" (experts {expert})" if full.share.expert else ""
     less = ", less the moments that Muon spares" if spared else ""
+    less += ", and what compression keeps" if any(held) else ""
     return (
         f"bytes an element · parameters of the rank, split over dp_shard × cp = {dense}{experts} where "
         f"zero = {job.zero} says so{less}\n{' '.join(terms).removeprefix('+ ') or '0 B'} → "

@@ -21,9 +21,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
     exist whole."""
     item = ITEMSIZES[config.precision.dtype]
     exact = max(4, item)
-    corrected = corrected_momentum(config)
-    momentum = config.optimizer.momentum and not corrected
-    moments = {"adamw": 2, "muon": 2, "sgd": 1 if momentum else 0}[config.optimizer.name]
+    moments = {"adamw": 2, "muon": 2, "sgd": 1 if config.optimizer.momentum else 0}[config.optimizer.name]
     by_hand = on.device.is_cpu and item >= 4  # as nn/manual_backward.py has it
     length, cp = config.batch.sequence_length, max(1, config.parallel.cp)
     seen = most_tokens(length, cp) if config.parallel.context == "ring" else length
@@ -32,7 +30,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         attention="blocked" if blocked else "flash",
         manual_backward=by_hand or config.machine.compile,
         dropout=config.model.dropout > 0,
-        remade_masks=config.machine.compile,
+        compiled_chains=config.machine.compile,
         compute_copy=item if item != exact else 0,
         shard_apart=True,
         master=exact,
@@ -50,7 +48,7 @@ def stack_of(config: Config, on: Hardware) -> Stack:
         ring_gradient=exact,
         overlap_gradients=True,
         overlap_parameters=True,
-        corrects_momentum=corrected > 0,
+        corrects_momentum=corrected_momentum(config) > 0,
         compression=compression_of(config.parallel),
         algorithm=config.parallel.algorithm,
         backend=backend_of(config, on),

@@ -1,7 +1,7 @@
 """The identity of a run: config keys that a resumed run must not change, because its checkpoints depend on them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +9,28 @@ import msgspec
 
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Config
+from fivefold.data.source import sources
+from fivefold.data.turns import Turns
 from fivefold.trainer import checkpoint_directory
 
 SAMPLES = "samples"
 # Keys of [model] that a trained model does not depend on.
-FREE = ("preset", "max_positions", "init_std", "dropout")
+FREE = ("preset", "init_std", "dropout")
 
 
 def identity(config: Config, samples: str) -> dict[str, Any]:
-    """The values that a checkpoint's tensors and counters depend on, by config key: the model, the optimizer and its
-    dtype, and the samples that its counter counts (`samples`: `Mixture.digest`). JSON-able.
+    """The values that a checkpoint's tensors and counters depend on, by config key: the model, what the optimizer keeps
+    and its dtype, and the samples that its counter counts (`samples`: `Mixture.digest`). JSON-able.
     """
     model = msgspec.to_builtins(config.model)
-    kept = {f"model.{key}": value for key, value in model.items() if key not in FREE}
+    free = FREE if config.model.positions == "learned" else (*FREE, "max_positions")
+    kept = {f"model.{key}": value for key, value in model.items() if key not in free}
+    kept["optimizer.name"] = config.optimizer.name
+    if config.optimizer.name == "sgd":
+        kept["optimizer.momentum"] = "above 0" if config.optimizer.momentum else "0"
+    weights = Turns([source.weight for source in sources(config.data)], config.run.seed).weights
     return kept | {
-        "optimizer.name": config.optimizer.name,
+        "data.sources": "one source" if len(weights) == 1 else f"weights {', '.join(map(str, weights))}",
         "precision.dtype": "float64" if config.precision.dtype == "float64" else "float32, bf16 or fp16",
         "batch.sequence_length": config.batch.sequence_length,
         "run.seed": config.run.seed,
@@ -53,9 +60,13 @@ def refuse_change(stored: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
     )
 
 
-def check_resume(config: Config, checkpoints: Path) -> None:
-    """Applies `refuse_change` to the newest checkpoint before a rank starts, except for the samples, whose digest is
-    known only after the data is prepared. A damaged checkpoint is reported when it is loaded.
+def check_resume(config: Config, checkpoints: Path, digest: Callable[[], str | None]) -> None:
+    """Applies `refuse_change` to the newest checkpoint before a rank starts. A damaged checkpoint is reported when it
+    is loaded.
+
+    Args:
+        digest: computes `Mixture.digest` of the run; None where the data are not prepared yet. Not called where
+            something else is refused.
 
     Raises:
         BadInput: in one line.
@@ -68,3 +79,6 @@ def check_resume(config: Config, checkpoints: Path) -> None:
         except (OSError, ValueError, KeyError, TypeError):
             return
         refuse_change(stored, now, newest)
+        samples = digest()
+        if samples is not None:
+            refuse_change(stored, now | {SAMPLES: samples}, newest)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fivefold.collectives.compression.state import OWN
+from fivefold.collectives.compression.state import SHARED
 from fivefold.config.errors import RunFailed
 from fivefold.config.load import dump
 from fivefold.data.mixture import Mixture
@@ -113,16 +113,8 @@ class Loop:
         self.model.data.updated()
 
     def _left(self, unasked: list[str]) -> list[str]:
-        """Of what a checkpoint holds and no rank asks for, what a run may do without: PowerSGD's factors, and momentum
-        that compression has kept where the optimizer has none."""
-        left = [name for name in unasked if name.startswith(COMPRESSION)]
-        momenta = [name for name in left if name.startswith(COMPRESSION + OWN)]
-        if momenta and self.session.is_main:
-            print(
-                f"the momentum that parallel.compression has kept is left out, in {len(momenta)} tensors: this run's "
-                "optimizer has none"
-            )
-        return left
+        """Of what a checkpoint holds and no rank asks for, what a run may do without: PowerSGD's factors."""
+        return [name for name in unasked if name.startswith(COMPRESSION + SHARED)]
 
     def start_from(self, weights: HubWeights) -> None:
         """Replaces the initial values by a Hugging Face model's weights; each rank reads its own parts."""
