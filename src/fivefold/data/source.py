@@ -3,13 +3,16 @@
 import codecs
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import gcd, lcm
 from pathlib import Path
 
 from fivefold.config.errors import BadInput, shortened
 from fivefold.config.tree import Data, Source
 
 STDLIB = "python:stdlib"
+MOST_WEIGHT = 1 << 31  # of all sources together: products of two stay inside 63 bits
 PIECE_BYTES = 1 << 20  # a longer document is read and tokenized in pieces of about this size
 
 
@@ -22,6 +25,23 @@ def sources(data: Data) -> tuple[Source, ...]:
     return data.sources or (
         Source(path=data.path, text_field=data.text_field, answers_only=data.answers_only),
     )
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The weights of a mixture in the smallest whole numbers.
+
+    Raises DataError where their sum is above MOST_WEIGHT.
+    """
+    exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth, as it was written
+    unit = lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * unit) for weight in exact]
+    divisor = gcd(*whole)
+    if sum(whole) // divisor > MOST_WEIGHT:
+        raise DataError(
+            f"data.sources: weights {', '.join(map(str, weights))} as whole numbers have a sum above 2^31; "
+            "give them with fewer digits"
+        )
+    return [weight // divisor for weight in whole]
 
 
 def text_files(path: str) -> list[Path]:

@@ -8,16 +8,12 @@ a row hold exactly w of each. A place is computed alone, in whole numbers: no ro
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
-from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.data.permutation import round_keys
-from fivefold.data.source import DataError
-
-MOST = 1 << 31  # sum of the weights as whole numbers: products of two stay inside 63 bits
+from fivefold.data.source import whole_weights
 
 
 class Turns:
@@ -25,16 +21,7 @@ class Turns:
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         """Raises DataError where the weights have no small common denominator."""
-        exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth, as it was written
-        unit = Fraction(1, lcm(*(weight.denominator for weight in exact)))
-        whole = [int(weight / unit) for weight in exact]
-        divisor = np.gcd.reduce(np.array(whole, dtype=object))
-        self.weights = [weight // int(divisor) for weight in whole]
-        if sum(self.weights) > MOST:
-            raise DataError(
-                f"data.sources: weights {', '.join(map(str, weights))} as whole numbers have a sum above 2^31; "
-                "give them with fewer digits"
-            )
+        self.weights = whole_weights(weights)
         self._order = sorted(range(len(weights)), key=lambda source: -self.weights[source])
         self._shifts = [round_keys(seed, source)[0] for source in range(len(weights))]
 

@@ -9,8 +9,7 @@ import msgspec
 
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Config
-from fivefold.data.source import sources
-from fivefold.data.turns import Turns
+from fivefold.data.source import sources, whole_weights
 from fivefold.trainer import checkpoint_directory
 
 SAMPLES = "samples"
@@ -28,7 +27,7 @@ def identity(config: Config, samples: str) -> dict[str, Any]:
     kept["optimizer.name"] = config.optimizer.name
     if config.optimizer.name == "sgd":
         kept["optimizer.momentum"] = "above 0" if config.optimizer.momentum else "0"
-    weights = Turns([source.weight for source in sources(config.data)], config.run.seed).weights
+    weights = whole_weights([source.weight for source in sources(config.data)])
     return kept | {
         "data.sources": "one source" if len(weights) == 1 else f"weights {', '.join(map(str, weights))}",
         "precision.dtype": "float64" if config.precision.dtype == "float64" else "float32, bf16 or fp16",
