@@ -45,7 +45,7 @@ class Exchange:
         self._segment = segment
         self._rank, self.size = segment.rank, segment.size
         self._ranks = range(self.size)
-        self._others = [rank for rank in range(self.size) if rank != self._rank]
+        self._others = [(self._rank + i) % self.size for i in range(1, self.size)]  # each begins with another
         # Of a slot, for each rank.
         self.share_bytes = segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
         # Between two ranks it copies no more than sharing out does, and saves a meeting at any size.
