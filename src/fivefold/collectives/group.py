@@ -17,8 +17,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Work
 
 from fivefold.collectives.record import Primitive, Progress, Recorder
+from fivefold.collectives.shared_memory.engine import Operation
 from fivefold.collectives.shared_memory.transport import SharedGroup, SharedMemory
-from fivefold.collectives.work import RecordedWork, failure, one_by_one, outside_modes
+from fivefold.collectives.work import ENDED, RecordedWork, failure, one_by_one, outside_modes
 
 BACKEND = "fivefold"
 
@@ -202,18 +203,26 @@ class RecordingGroup(dist.ProcessGroup):
         peer: int | None = None,
     ) -> Work:
         """Counts a call of `size` bytes and starts it."""
-        axis = self.progress.axis
-        call = self.progress.enter(primitive, peer)
+        progress = self.progress
+        axis = progress.axis
+        call = progress.enter(primitive, peer)
         self.recorder.last = (axis, primitive, call.number)
         if len(self.global_ranks) > 1:
             self.recorder.add(axis, primitive, size)
         try:
             with outside_modes():
                 work = start(*args, **kwargs)
+                awaited = isinstance(work, Operation) and work.awaited
+                if awaited:  # here, with less ado than through a handle
+                    progress.waiting_since, progress.waiting = call.since, call
+                    try:
+                        work.wait()
+                    finally:
+                        progress.waiting = None
         except RuntimeError as error:
-            raise failure(self.progress, call, error) from error
+            raise failure(progress, call, error) from error
         self.recorder.expose(axis, call.since)
-        return RecordedWork(work, self.progress, call, self.recorder)
+        return ENDED if awaited else RecordedWork(work, progress, call, self.recorder)
 
 
 def axis_of(description: str) -> str:

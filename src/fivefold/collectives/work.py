@@ -91,6 +91,21 @@ class RecordedWork(Work):
         return self._work.get_future()
 
 
+class _Ended(Work):
+    """A call that has been waited for."""
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+
+ENDED = _Ended()
+
+
 def _tell_end(work: Work, timeline: Timeline, axis: str, since: float) -> None:
     """Adds a work's interval to the timeline when it ends, even if nobody waits for it. Gloo's messages have no
     future: of these only the waiting is seen."""

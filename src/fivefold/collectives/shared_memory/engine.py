@@ -46,11 +46,17 @@ NO_TIMEOUT = timedelta(0)
 
 
 class Operation:
-    """A collective or message under way, with the methods of torch's Work that its users need."""
+    """A collective or message under way, with the methods of torch's Work that its users need.
 
-    __slots__ = ("done", "engine", "error", "future", "since", "source", "steps", "tensors")
+    `awaited`: its caller waits for it at once.
+    """
 
-    def __init__(self, engine: "Engine", steps: Steps, tensors: list[Tensor]) -> None:
+    __slots__ = ("awaited", "done", "engine", "error", "future", "since", "source", "steps", "tensors")
+
+    def __init__(
+        self, engine: "Engine", steps: Steps, tensors: list[Tensor], *, awaited: bool = False
+    ) -> None:
+        self.awaited = awaited
         self.engine = engine
         self.steps = steps
         self.tensors = tensors
@@ -113,7 +119,7 @@ class Lane:
         self._engine = engine
         self._queue: deque[Operation] = deque()
 
-    def start(self, operation: Operation, *, background: bool) -> Operation:
+    def start(self, operation: Operation) -> Operation:
         """Puts an operation into the lane, and takes it as far as it gets without waiting."""
         engine = self._engine
         with engine.lock:
@@ -126,7 +132,7 @@ class Lane:
                     engine.active.append(self)
                     self.advance()
         engine.settle()
-        if background and not operation.done:
+        if not operation.awaited and not operation.done:
             engine.wake()
         return operation
 

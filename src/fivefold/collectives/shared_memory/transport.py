@@ -243,7 +243,7 @@ class SharedGroup:
             self._out[receiver] = Outbox(self._segment, self._here.index(receiver)), lane
         box, lane = self._out[receiver]
         operation = Operation(self._engine, box.send(dense(tensors[0]), tag), tensors)
-        return lane.start(operation, background=True)
+        return lane.start(operation)
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int) -> Operation | Work:
         if sender not in self._here:
@@ -271,8 +271,8 @@ class SharedGroup:
     def _start(self, steps: Steps, tensors: list[Tensor], opts: Any, landing: "_Landing") -> Operation:
         if landing.pairs:
             steps = landing.after(steps)
-        operation = Operation(self._engine, steps, tensors)
-        return self._lane.start(operation, background=getattr(opts, "asyncOp", True))
+        awaited = not getattr(opts, "asyncOp", True)
+        return self._lane.start(Operation(self._engine, steps, tensors, awaited=awaited))
 
     def _receive(self, tensors: list[Tensor], senders: list[int], tag: int) -> Operation:
         for rank in senders:
