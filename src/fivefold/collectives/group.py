@@ -65,7 +65,9 @@ def _recorded(
     """
 
     def collective(group: "RecordingGroup", *args: Any, **kwargs: Any) -> Work:
-        size = _bytes(args[counted]) * (len(group.global_ranks) if parts else 1)
+        size = _bytes(args[counted])
+        if parts:
+            size *= len(group.global_ranks)
         start = getattr(group._transport, method)
         if each:
             start = partial(one_by_one, start)
@@ -213,7 +215,7 @@ class RecordingGroup(dist.ProcessGroup):
             with outside_modes():
                 work = start(*args, **kwargs)
                 awaited = isinstance(work, Operation) and work.awaited
-                if awaited:  # here, with less ado than through a handle
+                if awaited and not work.is_success():  # here, with less ado than through a handle
                     progress.waiting_since, progress.waiting = call.since, call
                     try:
                         work.wait()

@@ -125,16 +125,43 @@ class Lane:
         with engine.lock:
             if self.broken is not None:
                 engine.finish(operation, self.broken)
+            elif not engine.active and operation.awaited:
+                self._run(operation)
             else:
-                self._queue.append(operation)
+                self._enqueue(operation)
                 if len(self._queue) == 1:
-                    operation.since = time.monotonic()
-                    engine.active.append(self)
                     self.advance()
-        engine.settle()
+        if engine.settled:
+            engine.settle()
         if not operation.awaited and not operation.done:
             engine.wake()
         return operation
+
+    def _run(self, operation: Operation) -> None:
+        """Carries out the only operation under way without more ado, as long as what it lacks comes soon."""
+        try:
+            for lack in operation.steps:
+                if not self._comes_soon(lack):
+                    self._enqueue(operation)
+                    self.lack = lack
+                    return
+        except BaseException as error:
+            self._enqueue(operation)
+            self._failed(error)
+        else:
+            operation.done = True
+
+    def _comes_soon(self, lack: Lack | Work) -> bool:
+        if not isinstance(lack, Lack):
+            return False
+        assert self.segment is not None
+        return self._engine.comes_soon(self.segment, lack.word, lack.target)
+
+    def _enqueue(self, operation: Operation) -> None:
+        self._queue.append(operation)
+        if len(self._queue) == 1:
+            operation.since = time.monotonic()
+            self._engine.active.append(self)
 
     def advance(self) -> bool:
         """Goes on as far as possible; whether anything moved. With the engine's lock held."""
@@ -155,11 +182,14 @@ class Lane:
             except StopIteration:
                 self._end()
             except BaseException as error:
-                kind = type(error).__name__
-                self.fail(error if isinstance(error, RuntimeError) else RuntimeError(f"{kind}: {error}"))
-                if not isinstance(error, Exception):
-                    raise
+                self._failed(error)
         return moved
+
+    def _failed(self, error: BaseException) -> None:
+        kind = type(error).__name__
+        self.fail(error if isinstance(error, RuntimeError) else RuntimeError(f"{kind}: {error}"))
+        if not isinstance(error, Exception):
+            raise error
 
     def _end(self) -> None:
         self.lack = None
@@ -224,35 +254,41 @@ class Engine:
         operation.since = max(operation.since, now)  # the time allowed is counted while somebody waits
         deadline = now + timeout if timeout > 0 else float("inf")
         pause = None
+        looked = operation.awaited  # when it was started
         self._drivers += 1
         try:
             while not operation.done:
                 if self.advance():
-                    pause = None
+                    pause, looked = None, False
                 elif pause is not None:
                     pause.rest()
                     if time.monotonic() > deadline:
                         raise RuntimeError(f"Timed out waiting {timeout * 1000:.0f}ms")
-                elif not self._spin():
+                elif looked or not self._spin():
                     self._cores.spread()
                     pause = _Pause(self, NAP_SECONDS)
         finally:
             self._drivers -= 1
 
+    def comes_soon(self, segment: Segment, word: int, target: int) -> bool:
+        """Looks at that word again and again for a while; whether it has reached the target."""
+        words = segment.words
+        return any(words[word] >= target for _ in self._looks(1))
+
     def _spin(self) -> bool:
-        """Looks again and again at the words that are lacked, offering the core in between where ranks outnumber cores;
-        whether one has come."""
+        """Looks again and again at the words that are lacked; whether one has come."""
         waits, polled = self.lacked()
         if polled or not waits:
             return False
-        looks: Iterable[int | None] = range(SPINS // len(waits))
-        if self._cores.crowded:
-            looks = starmap(os.sched_yield, repeat((), YIELDS))
         if len(waits) == 1:
-            [(segment, word, target)] = waits
-            words = segment.words
-            return any(words[word] >= target for _ in looks)
-        return any(segment.words[word] >= target for _ in looks for segment, word, target in waits)
+            return self.comes_soon(*waits[0])
+        return any(
+            segment.words[word] >= target for _ in self._looks(len(waits)) for segment, word, target in waits
+        )
+
+    def _looks(self, words: int) -> Iterable[int | None]:
+        """As many as one look at so many words is worth, offering the core in between where ranks outnumber cores."""
+        return starmap(os.sched_yield, repeat((), YIELDS)) if self._cores.crowded else range(SPINS // words)
 
     def lacked(self) -> tuple[list[tuple[Segment, int, int]], bool]:
         """The words that operations lack, and whether any waits for something else."""

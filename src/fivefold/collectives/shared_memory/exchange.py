@@ -1,13 +1,14 @@
 """Collectives between the ranks of one segment, as operations of the engine.
 
-All of them are made of steps, numbered alike on all ranks. In a step a rank puts data into its slot (`_open`, `_put`,
-`_post`), and others read it (`_met`, copy, `_close`). A rank may put out its data for a step once all have read those
-of the step before last, in another slot than those of the last. Data longer than a slot pass in rounds.
+All of them are made of steps, numbered alike on all ranks. In a step a rank puts data into its slot (`_open`, `_put`),
+tells the others (`_post`), and reads what they have put out (`_met`, copy). Every rank posts every step, also one in
+which it puts out nothing, and before it opens a step it has met all others in the last one: so they have read what it
+put out in the step before that, whose slot is free again. Data longer than a slot pass in rounds.
 """
 
-import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from ctypes import memmove
 from itertools import pairwise
 
 import torch
@@ -17,10 +18,18 @@ from fivefold.collectives.shared_memory.engine import Lack, Steps
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
 from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment, SharedMemoryError
 from fivefold.collectives.shared_memory.slots import MANY, TIMED_BYTES, Slots
-from fivefold.collectives.shared_memory.span import Span, shares
+from fivefold.collectives.shared_memory.span import Parts, Span, shares
 
-copy = ctypes.memmove
-"""(to, from, bytes): a tenth of the overhead of a tensor's copy_, and no view of either side is needed."""
+PIECE_BYTES = 1 << 19
+
+
+def copy(to: int, source: int, size: int) -> None:
+    """Copies bytes between addresses."""
+    while size > PIECE_BYTES:
+        memmove(to, source, PIECE_BYTES)
+        to, source, size = to + PIECE_BYTES, source + PIECE_BYTES, size - PIECE_BYTES
+    memmove(to, source, size)
+
 
 AT_ONCE_BYTES = 1 << 17  # up to here every rank reduces everything itself: one meeting instead of two
 SHORT_BYTES = 1 << 16
@@ -36,6 +45,7 @@ PRIMITIVES = (
     "scatter",
     "barrier",
 )
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class Exchange:
@@ -56,9 +66,9 @@ class Exchange:
         self._timed_bytes, self._timed_seconds = 0, 0.0
         self._reserved: set[int] = set()
         self._step = 0
+        self._unmet: tuple[Sequence[int], int] | None = None  # in the last step, and their note
         self._words = segment.words
         self._posted = [segment.posted(rank) for rank in range(self.size)]
-        self._done = [segment.done(rank) for rank in range(self.size)]
         self._notes = [[segment.note(rank, step) for rank in range(self.size)] for step in (0, 1)]
         self._first = [segment.address + segment.slot(rank, 0) for rank in range(self.size)]
         self._slots = self._first.copy()  # in this step: the address of this rank's, and of those it has met
@@ -70,10 +80,9 @@ class Exchange:
         yield from self._open()
         self._post(note)
         yield from self._met(self._others, note)
-        self._close()
 
     def all_reduce(self, span: Span, kind: Kind) -> Steps:
-        note = _note("all_reduce", span.nbytes, kind)
+        note = _note("all_reduce", span.nbytes, kind, dtype=span.tensor.dtype)
         if span.nbytes <= self._at_once_bytes:
             if span.nbytes:
                 yield from self._all_reduce_at_once(span, kind, note)
@@ -98,104 +107,98 @@ class Exchange:
         if self._rank < 2:  # the first two are read before anything is written
             parts[self._rank] = flat
         reduce_into(flat, parts, kind)
-        self._close()
 
     def _all_reduce_shared_out(self, span: Span, kind: Kind, note: int) -> Steps:
         """Each rank reduces its share, and hands it to all."""
         shared = shares(span, self.size)
-        mine = shared[self._rank]
+        mine = shared.span(self._rank)
         flat = mine.vector()
-        width = shared[0].nbytes
+        width = shared.sizes[0]
         yield from self._open()
         for rank in self._others:
-            self._put(rank * width, shared[rank].address, shared[rank].nbytes)
+            self._put(rank * width, shared.addresses[rank], shared.sizes[rank])
         self._post(note)
         yield from self._met(self._others, note)
         parts = self._views(self._rank * width, mine.numel, flat.dtype)
         parts[self._rank] = flat
-        step = self._step
-        yield from self._open()  # before the step before is closed: its data are still to be read
+        yield from self._open()
         reduce_into(self._view(self._rank, 0, mine.numel, flat.dtype), parts, kind)
-        self._segment.set(self._done[self._rank], step)
         self._post(note)
         copy(mine.address, self._slots[self._rank], mine.nbytes)
         for rank in self._others:
             yield from self._met([rank], note)
-            copy(shared[rank].address, self._slots[rank], shared[rank].nbytes)
-        self._close()
+            copy(shared.addresses[rank], self._slots[rank], shared.sizes[rank])
 
-    def reduce_scatter(self, out: Span, inputs: Sequence[Span], kind: Kind) -> Steps:
+    def reduce_scatter(self, out: Span, inputs: Parts, kind: Kind) -> Steps:
         """`inputs` holds this rank's part for each rank, as long as that rank's `out`; its own may be `out`."""
-        longest = max([part.numel for part in inputs])
+        addresses, sizes = inputs.addresses, inputs.sizes
+        longest = max(sizes)
         item, dtype = out.tensor.itemsize, out.tensor.dtype
-        note = _note("reduce_scatter", longest * item, kind)
-        mine, flat, width = inputs[self._rank], out.vector(), self.share_bytes
-        # The third rank's own part is read after `out` is written: where they are one, its slot keeps it. A short
-        # part is kept too: copying it takes less time than making a tensor of it.
-        keeps = mine.nbytes <= SHORT_BYTES or (self._rank >= 2 and mine.address == out.address)
-        own = flat if keeps else mine.vector()
-        for start, stop in rounds(longest, width // item):
+        note = _note("reduce_scatter", longest, kind, dtype=dtype)
+        flat, width = out.vector(), self.share_bytes
+        me, own = self._rank, addresses[self._rank]
+        # A short part of one's own is copied, which takes less time than making a tensor of it: to where the sum will
+        # be, or, from the third rank on, whose part is read after that has been written, into the slot. A longer one is
+        # read where it is, if that is not where the sum will be.
+        lands = me < 2 and sizes[me] <= SHORT_BYTES
+        keeps = me >= 2 and (sizes[me] <= SHORT_BYTES or own == out.address)
+        mine = flat if lands or keeps else inputs.span(me).vector()
+        for start, stop in rounds(longest, width):
             yield from self._open()
             for rank in self._ranks if keeps else self._others:
-                source = inputs[rank]
-                size = within(start, stop, source.numel) * item
-                self._put(rank * width, source.address + start * item, size)
+                self._put(rank * width, addresses[rank] + start, within(start, stop, sizes[rank]))
             self._post(note)
+            size = within(start, stop, out.nbytes)
+            if lands and own != out.address:
+                copy(out.address + start, own + start, size)
             yield from self._met(self._others, note)
-            if numel := within(start, stop, out.numel):
-                parts = self._views(self._rank * width, numel, dtype)
+            if size:
+                parts = self._views(me * width, size // item, dtype)
+                place = _stretch(flat, start // item, size // item)
                 if not keeps:
-                    parts[self._rank] = own if numel == out.numel else own[start : start + numel]
-                place = flat if numel == out.numel else flat[start : start + numel]
+                    parts[me] = place if lands else _stretch(mine, start // item, size // item)
                 reduce_into(place, parts, kind)
-            self._close()
 
-    def all_gather(self, outputs: Sequence[Span], source: Span) -> Steps:
+    def all_gather(self, outputs: Parts, source: Span) -> Steps:
         """`outputs` has a place for each rank's `source`; these may differ in length."""
-        longest = max([out.nbytes for out in outputs])
+        addresses, sizes = outputs.addresses, outputs.sizes
+        longest = max(sizes)
         note = _note("all_gather", longest)
-        mine = outputs[self._rank]
+        mine = addresses[self._rank]
         for start, stop in rounds(longest, self._segment.slot_bytes):
             yield from self._open()
             size = within(start, stop, source.nbytes)
             self._put(0, source.address + start, size)
             self._post(note)
-            if mine.address != source.address:
-                copy(mine.address + start, source.address + start, size)
+            if mine != source.address:
+                copy(mine + start, source.address + start, size)
             for rank in self._others:
                 yield from self._met([rank], note)
-                out = outputs[rank]
-                copy(out.address + start, self._slots[rank], within(start, stop, out.nbytes))
-            self._close()
+                copy(addresses[rank] + start, self._slots[rank], within(start, stop, sizes[rank]))
 
-    def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], *, even: bool) -> Steps:
+    def all_to_all(self, outputs: Parts, inputs: Parts, *, even: bool) -> Steps:
         """`inputs[r]` goes to rank r, `outputs[r]` comes from it. `even`: all are equally long, on all ranks."""
-        longest = inputs[0].nbytes
+        longest = inputs.sizes[0]
         if not even:
             table: list[list[int]] = []
-            yield from self._tell(_note("all_to_all", 0), [part.nbytes for part in inputs], table)
+            yield from self._tell(_note("all_to_all", 0), inputs.sizes, table)
             for rank in self._others:
-                if (sent := table[rank][self._rank]) != outputs[rank].nbytes:
+                if (sent := table[rank][self._rank]) != outputs.sizes[rank]:
                     name = self._segment.peers[rank].rank
-                    raise RuntimeError(f"rank {name} sends {sent} bytes, {outputs[rank].nbytes} are expected")
+                    raise RuntimeError(f"rank {name} sends {sent} bytes, {outputs.sizes[rank]} are expected")
             longest = max(map(max, table))
         note = _note("all_to_all", longest)
-        mine, width = inputs[self._rank], self.share_bytes
+        me, width, sources, places = self._rank, self.share_bytes, inputs.addresses, outputs.addresses
         for start, stop in rounds(longest, width):
             yield from self._open()
-            size = stop - start
             for rank in self._others:
-                source = inputs[rank]
-                size = size if even else within(start, stop, source.nbytes)
-                self._put(rank * width, source.address + start, size)
+                self._put(rank * width, sources[rank] + start, within(start, stop, inputs.sizes[rank]))
             self._post(note)
-            size = size if even else within(start, stop, mine.nbytes)
-            copy(outputs[self._rank].address + start, mine.address + start, size)
+            copy(places[me] + start, sources[me] + start, within(start, stop, inputs.sizes[me]))
             for rank in self._others:
                 yield from self._met([rank], note)
-                size = size if even else within(start, stop, outputs[rank].nbytes)
-                copy(outputs[rank].address + start, self._slots[rank] + self._rank * width, size)
-            self._close()
+                slot = self._slots[rank] + me * width
+                copy(places[rank] + start, slot, within(start, stop, outputs.sizes[rank]))
 
     def broadcast(self, span: Span, root: int) -> Steps:
         note = _note("broadcast", span.nbytes, root=root)
@@ -203,14 +206,14 @@ class Exchange:
             yield from self._open(writes=self._rank == root)
             if self._rank == root:
                 self._put(0, span.address + start, stop - start)
-                self._post(note)
-            else:
+            self._post(note)
+            if self._rank != root:
                 yield from self._met([root], note)
                 copy(span.address + start, self._slots[root], stop - start)
-            self._close()
+            self._unmet = [rank for rank in self._others if rank != root], note
 
     def reduce(self, span: Span, root: int, kind: Kind) -> Steps:
-        note = _note("reduce", span.nbytes, kind, root)
+        note = _note("reduce", span.nbytes, kind, root, span.tensor.dtype)
         flat = span.vector()
         item = flat.itemsize
         for start, stop in rounds(span.numel, self._segment.slot_bytes // item):
@@ -221,42 +224,44 @@ class Exchange:
                 yield from self._met(self._others, note)
                 parts = self._views(0, stop - start, flat.dtype)
                 reduce_into(flat[start:stop], parts, kind)
-            self._close()
+            else:
+                self._unmet = self._others, note
 
-    def gather(self, outputs: Sequence[Span], source: Span, root: int) -> Steps:
+    def gather(self, outputs: Parts, source: Span, root: int) -> Steps:
         """`outputs` has a place for each rank's `source` on the root, and is empty elsewhere."""
         note = _note("gather", source.nbytes, root=root)
         if self._rank == root:
-            copy(outputs[root].address, source.address, source.nbytes)
+            copy(outputs.addresses[root], source.address, source.nbytes)
         for start, stop in rounds(source.nbytes, self._segment.slot_bytes):
             yield from self._open(writes=self._rank != root)
             if self._rank != root:
                 self._put(0, source.address + start, stop - start)
-                self._post(note)
-            else:
+            self._post(note)
+            if self._rank == root:
                 for rank in self._others:
                     yield from self._met([rank], note)
-                    copy(outputs[rank].address + start, self._slots[rank], stop - start)
-            self._close()
+                    copy(outputs.addresses[rank] + start, self._slots[rank], stop - start)
+            else:
+                self._unmet = self._others, note
 
-    def scatter(self, out: Span, inputs: Sequence[Span], root: int) -> Steps:
+    def scatter(self, out: Span, inputs: Parts, root: int) -> Steps:
         """`inputs` holds each rank's part on the root, and is empty elsewhere."""
         note = _note("scatter", out.nbytes, root=root)
         width = self.share_bytes
         if self._rank == root:
-            copy(out.address, inputs[root].address, out.nbytes)
+            copy(out.address, inputs.addresses[root], out.nbytes)
         for start, stop in rounds(out.nbytes, width):
             yield from self._open(writes=self._rank == root)
             if self._rank == root:
                 for rank in self._others:
-                    self._put(rank * width, inputs[rank].address + start, stop - start)
-                self._post(note)
-            else:
+                    self._put(rank * width, inputs.addresses[rank] + start, stop - start)
+            self._post(note)
+            if self._rank != root:
                 yield from self._met([root], note)
                 copy(out.address + start, self._slots[root] + self._rank * width, stop - start)
-            self._close()
+            self._unmet = [rank for rank in self._others if rank != root], note
 
-    def _tell(self, note: int, numbers: list[int], table: list[list[int]]) -> Steps:
+    def _tell(self, note: int, numbers: Sequence[int], table: list[list[int]]) -> Steps:
         """Fills `table` with the numbers of each rank."""
         size = len(numbers)
         yield from self._open()
@@ -264,19 +269,19 @@ class Exchange:
         self._post(note)
         yield from self._met(self._others, note)
         table += [self._view(rank, 0, size, torch.int64).tolist() for rank in range(self.size)]
-        self._close()
 
     # The steps
 
-    def _open(self, *, writes: bool = True) -> list[Lack]:
-        """Begins the next step; what has to come before this rank's slot is free for what it puts out."""
-        self._step = step = self._step + 1
-        if not writes:
-            return []
-        words, done, last = self._words, self._done, step - 2
-        self._chosen = number = self._choose()
-        self._slots[self._rank] = self._first[self._rank] + number * self._slot_bytes
-        return [Lack(done[rank], last, rank) for rank in self._others if words[done[rank]] < last]
+    def _open(self, *, writes: bool = True) -> Steps:
+        """Begins the next step; the slot that this rank `writes` in it is free then."""
+        if self._unmet is not None:
+            ranks, note = self._unmet
+            yield from self._met(ranks, note)
+            self._unmet = None
+        self._step += 1
+        if writes:
+            self._chosen = number = self._choose()
+            self._slots[self._rank] = self._first[self._rank] + number * self._slot_bytes
 
     def _choose(self) -> int:
         """This rank's slot for a step."""
@@ -308,7 +313,7 @@ class Exchange:
         self._timed_bytes += size
 
     def _post(self, note: int) -> None:
-        """This rank's slot is ready to be read."""
+        """This rank has read all it needs of the last step, and what it puts out in this one is ready to be read."""
         step = self._step
         self._words[self._notes[step & 1][self._rank]] = note | self._chosen << _SLOT_BIT
         self._segment.set(self._posted[self._rank], step)
@@ -317,7 +322,7 @@ class Exchange:
             self._timed_bytes, self._timed_seconds = 0, 0.0
 
     def _met(self, ranks: Sequence[int], note: int) -> Steps:
-        """Waits until those ranks' slots are ready.
+        """Waits until those ranks have posted this step.
 
         Raises:
             RuntimeError: one of them is in another collective.
@@ -331,12 +336,17 @@ class Exchange:
             found = words[notes[rank]]
             if found & _ALL_BUT_SLOT != note:
                 name = self._segment.peers[rank].rank
-                raise RuntimeError(f"rank {name} has entered {_read(found)} in its place, not {_read(note)}")
+                raise RuntimeError(f"rank {name} has entered {self._read(found)}, not {self._read(note)}")
             slots[rank] = first[rank] + (found >> _SLOT_BIT & MANY - 1) * slot_bytes
 
-    def _close(self) -> None:
-        """This rank has read all it needs of this step, and of those before."""
-        self._segment.set(self._done[self._rank], self._step)
+    def _read(self, note: int) -> str:
+        primitive, kind = PRIMITIVES[note >> _PRIMITIVE_BIT], Kind(note >> _KIND_BIT & 15)
+        reduction = "" if kind == Kind.SUM else f" ({kind.name})"
+        dtype = _TYPES[note >> _TYPE_BIT & 15]
+        root = (
+            f" with root {self._segment.peers[note >> _ROOT_BIT & 4095].rank}" if primitive in ROOTED else ""
+        )
+        return f"{primitive}{reduction} of {note & _BYTES} bytes{f' of {dtype}' if dtype else ''}{root}"
 
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A part of a rank's slot."""
@@ -353,9 +363,13 @@ class Exchange:
         return views.copy()
 
 
-def rounds(length: int, most: int) -> Iterator[tuple[int, int]]:
+def _stretch(vector: Tensor, start: int, numel: int) -> Tensor:
+    return vector if numel == vector.numel() else vector[start : start + numel]
+
+
+def rounds(length: int, most: int) -> Iterable[tuple[int, int]]:
     """Start and stop of pieces of at most so much."""
-    return pairwise((0, length) if 0 < length <= most else (*range(0, length, most), length))
+    return ((0, length),) if 0 < length <= most else pairwise((*range(0, length, most), length))
 
 
 def within(start: int, stop: int, length: int) -> int:
@@ -363,17 +377,31 @@ def within(start: int, stop: int, length: int) -> int:
     return max(0, min(stop, length) - start)
 
 
-# A note says in one word what a rank does: primitive, reduction, root, its slot and bytes.
-_SLOT_BIT = 38
+# A note says in one word what a rank does: primitive, reduction, root, its slot, type of what is reduced, and bytes.
+_TYPE_BIT, _SLOT_BIT, _ROOT_BIT, _KIND_BIT, _PRIMITIVE_BIT = 34, 38, 44, 56, 60
 _ALL_BUT_SLOT = ~((MANY - 1) << _SLOT_BIT)
-_BYTES = (1 << _SLOT_BIT) - 1
-_NUMBERS = {primitive: number << 60 for number, primitive in enumerate(PRIMITIVES)}
+_BYTES = (1 << _TYPE_BIT) - 1
+_NUMBERS = {primitive: number << _PRIMITIVE_BIT for number, primitive in enumerate(PRIMITIVES)}
+_TYPES = (
+    None,
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_TYPE_NUMBERS = {dtype: number << _TYPE_BIT for number, dtype in enumerate(_TYPES)}
 
 
-def _note(primitive: str, size: int, kind: Kind = Kind.SUM, root: int = 0) -> int:
-    return _NUMBERS[primitive] | kind << 56 | root << 44 | size & _BYTES
-
-
-def _read(note: int) -> str:
-    primitive = PRIMITIVES[note >> 60]
-    return f"{primitive} of {note & _BYTES} bytes"
+def _note(
+    primitive: str, size: int, kind: Kind = Kind.SUM, root: int = 0, dtype: torch.dtype | None = None
+) -> int:
+    numbers = _NUMBERS[primitive] | _TYPE_NUMBERS.get(dtype, 0)
+    return numbers | kind << _KIND_BIT | root << _ROOT_BIT | size & _BYTES

@@ -5,7 +5,7 @@ its own: what a host has reduced by shared memory is divided among its ranks, an
 rail, so that every byte leaves a host once and all ranks of it send.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Work
 from fivefold.collectives.shared_memory.engine import Steps
 from fivefold.collectives.shared_memory.exchange import Exchange
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
-from fivefold.collectives.shared_memory.span import Span, even, shares, whole
+from fivefold.collectives.shared_memory.span import Parts, Span, even, shares, whole
 
 
 class Hosts:
@@ -45,7 +45,7 @@ class Hosts:
     def all_reduce(self, span: Span, kind: Kind) -> Steps:
         plain = _plain(kind)
         parts = shares(span, len(self._hosts[0]))
-        mine = parts[self._index]
+        mine = parts.span(self._index)
         yield from self._local.reduce_scatter(mine, parts, plain)
         if mine.numel:
             total = mine.vector()
@@ -53,39 +53,39 @@ class Hosts:
             self._finish(total, kind)
         yield from self._local.all_gather(parts, mine)
 
-    def reduce_scatter(self, out: Span, inputs: Sequence[Span], kind: Kind) -> Steps:
+    def reduce_scatter(self, out: Span, inputs: Parts, kind: Kind) -> Steps:
         # Gloo's own reduce-scatter costs a whole all-reduce; exchanging the parts and adding them does not.
         flat, plain = out.vector(), _plain(kind)
         reduced = torch.empty(len(self._hosts) * out.numel, dtype=flat.dtype)
-        for place, ranks in zip(even(reduced, len(self._hosts)), self._hosts, strict=True):
-            yield from self._local.reduce_scatter(place, [inputs[rank] for rank in ranks], plain)
+        places = even(reduced, len(self._hosts))
+        for host, ranks in enumerate(self._hosts):
+            yield from self._local.reduce_scatter(places.span(host), inputs.of(ranks), plain)
         received = torch.empty_like(reduced)
         yield from _over(self._rail.alltoall_base, received, reduced, [], [])
         reduce_into(flat, list(received.view(len(self._hosts), -1)) if out.numel else [flat], plain)
         self._finish(flat, kind)
 
-    def all_gather(self, outputs: Sequence[Span], source: Span) -> Steps:
+    def all_gather(self, outputs: Parts, source: Span) -> Steps:
         flat = source.vector()
         received = torch.empty(len(self._hosts) * source.numel, dtype=flat.dtype)
         yield from _over(self._rail._allgather_base, received, flat)
-        for ranks, part in zip(self._hosts, even(received, len(self._hosts)), strict=True):
-            yield from self._local.all_gather([outputs[rank] for rank in ranks], part)
+        parts = even(received, len(self._hosts))
+        for host, ranks in enumerate(self._hosts):
+            yield from self._local.all_gather(outputs.of(ranks), parts.span(host))
 
-    def all_to_all(self, outputs: Sequence[Span], inputs: Sequence[Span], *, even: bool) -> Steps:
+    def all_to_all(self, outputs: Parts, inputs: Parts, *, even: bool) -> Steps:
         here = self._hosts[self._host]
-        yield from self._local.all_to_all(
-            [outputs[rank] for rank in here], [inputs[rank] for rank in here], even=even
-        )
+        yield from self._local.all_to_all(outputs.of(here), inputs.of(here), even=even)
         away = [rank for rank in range(self.size) if rank not in here]
-        sent = torch.cat([inputs[rank].vector() for rank in away])
+        sent = torch.cat([inputs.span(rank).vector() for rank in away])
         counts = [
-            [0 if rank in here else parts[rank].numel for rank in range(self.size)]
+            [0 if rank in here else parts.span(rank).numel for rank in range(self.size)]
             for parts in (outputs, inputs)
         ]
         received = torch.empty(sum(counts[0]), dtype=sent.dtype)
         yield from _over(self._whole.alltoall_base, received, sent, *counts)
         for rank, part in zip(away, torch.split(received, [counts[0][rank] for rank in away]), strict=True):
-            outputs[rank].vector().copy_(part)
+            outputs.span(rank).vector().copy_(part)
 
     def broadcast(self, span: Span, root: int) -> Steps:
         host, index = self._place(root)
@@ -107,16 +107,16 @@ class Hosts:
         if self._rank == root:
             self._finish(total, kind)
 
-    def gather(self, outputs: Sequence[Span], source: Span, root: int) -> Steps:
+    def gather(self, outputs: Parts, source: Span, root: int) -> Steps:
         options = dist.GatherOptions()
         options.rootRank = root
-        places = [[out.vector() for out in outputs]] if outputs else []
+        places = [outputs.vectors()] if outputs.tensors else []
         yield from _over(self._whole.gather, places, [source.vector()], options)
 
-    def scatter(self, out: Span, inputs: Sequence[Span], root: int) -> Steps:
+    def scatter(self, out: Span, inputs: Parts, root: int) -> Steps:
         options = dist.ScatterOptions()
         options.rootRank = root
-        sources = [[part.vector() for part in inputs]] if inputs else []
+        sources = [inputs.vectors()] if inputs.tensors else []
         yield from _over(self._whole.scatter, [out.vector()], sources, options)
 
     def _place(self, rank: int) -> tuple[int, int]:

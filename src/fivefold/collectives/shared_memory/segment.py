@@ -32,7 +32,7 @@ PAGE_BYTES = mmap.PAGESIZE
 ALONE_SECONDS = 0.001
 PLENTY = 16
 _LINE = LINE_BYTES // 8
-_RANK_LINES = 4
+_RANK_LINES = 2
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # x86-64
 _FUTEX_WAITV, _FUTEX_32_BITS, _MOST_WAITERS = 449, 2, 128  # since Linux 5.16: on several words at once
 
@@ -72,9 +72,8 @@ _futex.restype = ctypes.c_long
 class Segment:
     """The shared memory of `size` ranks, as rank `rank` of them sees it. Ranks here count within the segment.
 
-    words[posted(r)]      how many steps rank r has put its data out for
+    words[posted(r)]      the step that rank r has entered last; it has read all it needs of those before
     words[note(r, s)]     what rank r is doing in step s, and in which of its slots
-    words[done(r)]        up to which step rank r has read what the others put out
     words[state(r)]       0, or why rank r takes no part any more (LEFT, FAILED)
     words[written(a, b)]  bytes of messages that a has put into its ring to b
     words[taken(a, b)]    bytes of them that b has taken out
@@ -143,11 +142,8 @@ class Segment:
     def note(self, rank: int, step: int) -> int:
         return rank * _RANK_LINES * _LINE + 1 + (step & 1)
 
-    def done(self, rank: int) -> int:
-        return (rank * _RANK_LINES + 1) * _LINE
-
     def state(self, rank: int) -> int:
-        return (rank * _RANK_LINES + 2) * _LINE
+        return (rank * _RANK_LINES + 1) * _LINE
 
     def written(self, sender: int, receiver: int) -> int:
         return self._pairs // 8 + (sender * self.size + receiver) * 2 * _LINE

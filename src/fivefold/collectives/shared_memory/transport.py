@@ -19,7 +19,7 @@ from fivefold.collectives.shared_memory.mailbox import Inbox, Outbox, receive
 from fivefold.collectives.shared_memory.peers import Directory, Peer, this_host
 from fivefold.collectives.shared_memory.reduction import kind_of
 from fivefold.collectives.shared_memory.segment import Segment
-from fivefold.collectives.shared_memory.span import Span, apart, even, overlap, uneven, whole
+from fivefold.collectives.shared_memory.span import Parts, apart, each, even, overlap, uneven, whole
 
 SLOT_BYTES = 1 << 20
 RING_BYTES = 1 << 22
@@ -131,19 +131,20 @@ class SharedGroup:
 
     def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Operation:
         landing, tensors = _Landing(), _listed(tensors)
-        root = opts if isinstance(opts, int) else opts.rootRank
+        root = self._root(opts)
         steps = self._collectives.broadcast(whole(landing.inout(tensors[0])), root)
         return self._start(steps, tensors, opts, landing)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
         landing = _Landing()
         span = whole(landing.inout(tensors[0]))
-        steps = self._collectives.reduce(span, opts.rootRank, kind_of(opts))
+        steps = self._collectives.reduce(span, self._root(opts), kind_of(opts))
         return self._start(steps, tensors, opts, landing)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
         landing = _Landing()
-        places = [whole(landing.out(tensor)) for tensor in outputs[0]]
+        self._match_each(outputs[0], inputs[0])
+        places = each([landing.out(tensor) for tensor in outputs[0]])
         steps = self._collectives.all_gather(places, whole(dense(inputs[0])))
         return self._start(steps, outputs[0], opts, landing)
 
@@ -151,7 +152,9 @@ class SharedGroup:
         landing = _Landing()
         sources = [whole(dense(tensor)) for tensor in inputs]
         # outputs[rank][i] is rank's inputs[i]
-        places = [[whole(landing.out(row[i])) for row in outputs] for i in range(len(inputs))]
+        for i, source in enumerate(inputs):
+            self._match_each([row[i] for row in outputs], source)
+        places = [each([landing.out(row[i]) for row in outputs]) for i in range(len(inputs))]
 
         def steps() -> Steps:
             for place, source in zip(places, sources, strict=True):
@@ -162,42 +165,51 @@ class SharedGroup:
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Operation:
         landing = _Landing()
         places = even(landing.out(output), self._collectives.size)
+        _match(output, places.sizes[0], source, source.nbytes)
         steps = self._collectives.all_gather(places, whole(dense(source)))
         return self._start(steps, [output], opts, landing)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
         landing = _Landing()
+        self._match_each(inputs[0], outputs[0])
         place = landing.out(outputs[0])
-        sources = self._kept([whole(dense(tensor)) for tensor in inputs[0]], place)
+        sources = self._kept(each([dense(tensor) for tensor in inputs[0]]), place)
         return self._reduce_scatter(place, sources, outputs, opts, landing)
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
         landing = _Landing()
         place, source = landing.out(output), dense(source)
         sources = even(source, self._collectives.size)
+        _match(place, place.nbytes, source, sources.sizes[0])
         if overlap(source, place):
             sources = self._kept(sources, place)
         return self._reduce_scatter(place, sources, [output], opts, landing)
 
     def _reduce_scatter(
-        self, place: Tensor, sources: list[Span], outputs: list[Tensor], opts: Any, landing: "_Landing"
+        self, place: Tensor, sources: Parts, outputs: list[Tensor], opts: Any, landing: "_Landing"
     ) -> Operation:
         steps = self._collectives.reduce_scatter(whole(place), sources, kind_of(opts))
         return self._start(steps, outputs, opts, landing)
 
-    def _kept(self, sources: list[Span], place: Tensor) -> list[Span]:
+    def _kept(self, sources: Parts, place: Tensor) -> Parts:
         """The sources; copies of those that `place` would be written over before they are sent."""
         start, stop = place.data_ptr(), place.data_ptr() + place.nbytes
-        for rank, source in enumerate(sources):
-            overlaps = source.address < stop and start < source.address + source.nbytes
-            if overlaps and (source.address != start or rank != self._rank):
-                sources[rank] = whole(source.vector().clone())
-        return sources
+        tensors = sources.vectors()
+        for rank, (address, size) in enumerate(zip(sources.addresses, sources.sizes, strict=True)):
+            overlaps = address < stop and start < address + size
+            if overlaps and (address != start or rank != self._rank):
+                tensors[rank] = tensors[rank].clone()
+        return each(tensors)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
         landing = _Landing()
-        places = [whole(landing.out(tensor)) for tensor in outputs]
-        sources = [whole(dense(tensor)) for tensor in inputs]
+        self._count(outputs)
+        self._count(inputs)
+        places = each([landing.out(tensor) for tensor in outputs])
+        sources = each([dense(tensor) for tensor in inputs])
+        for tensor in (*outputs, *inputs):
+            _match(tensor, 0, inputs[0], 0)
+        _match(outputs[0], places.sizes[self._rank], inputs[0], sources.sizes[self._rank])
         steps = self._collectives.all_to_all(places, sources, even=False)
         return self._start(steps, outputs, opts, landing)
 
@@ -213,23 +225,26 @@ class SharedGroup:
         landing, size = _Landing(), self._collectives.size
         place = landing.out(output)
         source = apart(dense(source), place)
-        steps = self._collectives.all_to_all(
-            uneven(place, output_splits) if output_splits else even(place, size),
-            uneven(source, input_splits) if input_splits else even(source, size),
-            even=not output_splits and not input_splits,
-        )
+        places = uneven(place, output_splits) if output_splits else even(place, size)
+        sources = uneven(source, input_splits) if input_splits else even(source, size)
+        _match(place, places.sizes[self._rank], source, sources.sizes[self._rank])
+        steps = self._collectives.all_to_all(places, sources, even=not output_splits and not input_splits)
         return self._start(steps, [output], opts, landing)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
-        landing = _Landing()
-        places = [whole(landing.out(tensor)) for tensor in outputs[0]] if self._rank == opts.rootRank else []
-        steps = self._collectives.gather(places, whole(dense(inputs[0])), opts.rootRank)
-        return self._start(steps, outputs[0] if places else [], opts, landing)
+        landing, root = _Landing(), self._root(opts)
+        if self._rank == root:
+            self._match_each(outputs[0], inputs[0])
+        places = each([landing.out(tensor) for tensor in outputs[0]] if self._rank == root else [])
+        steps = self._collectives.gather(places, whole(dense(inputs[0])), root)
+        return self._start(steps, outputs[0] if places.tensors else [], opts, landing)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
-        landing = _Landing()
-        sources = [whole(dense(tensor)) for tensor in inputs[0]] if self._rank == opts.rootRank else []
-        steps = self._collectives.scatter(whole(landing.out(outputs[0])), sources, opts.rootRank)
+        landing, root = _Landing(), self._root(opts)
+        if self._rank == root:
+            self._match_each(inputs[0], outputs[0])
+        sources = each([dense(tensor) for tensor in inputs[0]] if self._rank == root else [])
+        steps = self._collectives.scatter(whole(landing.out(outputs[0])), sources, root)
         return self._start(steps, outputs, opts, landing)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
@@ -237,7 +252,7 @@ class SharedGroup:
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int) -> Operation | Work:
         if receiver not in self._here:
-            return self._whole.send(tensors, receiver, tag)  # type: ignore[no-any-return]
+            return self._elsewhere(receiver).send(tensors, receiver, tag)  # type: ignore[no-any-return]
         if receiver not in self._out:
             lane = Lane(self._engine, self._segment, self._check)
             self._out[receiver] = Outbox(self._segment, self._here.index(receiver)), lane
@@ -247,7 +262,7 @@ class SharedGroup:
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int) -> Operation | Work:
         if sender not in self._here:
-            return self._whole.recv(tensors, sender, tag)  # type: ignore[no-any-return]
+            return self._elsewhere(sender).recv(tensors, sender, tag)  # type: ignore[no-any-return]
         return self._receive(tensors, [sender], tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Operation:
@@ -274,10 +289,33 @@ class SharedGroup:
         awaited = not getattr(opts, "asyncOp", True)
         return self._lane.start(Operation(self._engine, steps, tensors, awaited=awaited))
 
+    def _root(self, opts: Any) -> int:
+        root: int = opts if isinstance(opts, int) else opts.rootRank
+        if not 0 <= root < self._collectives.size:
+            raise RuntimeError(f"root {root} is none of the group's {self._collectives.size} ranks")
+        return root
+
+    def _elsewhere(self, rank: int) -> Any:
+        """What reaches a rank that is not on this host."""
+        if self._whole is None:
+            raise RuntimeError(f"{rank} is none of the group's {self._collectives.size} ranks")
+        return self._whole
+
+    def _count(self, tensors: list[Tensor]) -> None:
+        if len(tensors) != self._collectives.size:
+            raise RuntimeError(f"tensors given: {len(tensors)}, ranks: {self._collectives.size}")
+
+    def _match_each(self, tensors: list[Tensor], one: Tensor) -> None:
+        """Raises RuntimeError unless there is a tensor for each rank, of the type and size of that one."""
+        self._count(tensors)
+        for tensor in tensors:
+            _match(tensor, tensor.nbytes, one, one.nbytes)
+
     def _receive(self, tensors: list[Tensor], senders: list[int], tag: int) -> Operation:
         for rank in senders:
             if rank not in self._in:
                 self._in[rank] = Inbox(self._engine, self._segment, rank, self._here, self._check)
+        _check_place(tensors[0])
         if not tensors[0].is_contiguous():
             raise RuntimeError("a message is received into a contiguous tensor only")
         return receive(self._engine, [self._in[rank] for rank in senders], tensors[0], tag)
@@ -314,8 +352,9 @@ class _Landing:
 
     def out(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor to write instead of this one."""
-        if tensor.is_contiguous():
+        if tensor.is_contiguous() and tensor.is_cpu:
             return tensor
+        _check_place(tensor)
         self.pairs.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype)))
         return self.pairs[-1][1]
 
@@ -335,7 +374,24 @@ class _Landing:
 
 def dense(tensor: Tensor) -> Tensor:
     """The tensor, contiguous, to be read."""
-    return tensor if tensor.is_contiguous() else tensor.data.contiguous()
+    if tensor.is_contiguous() and tensor.is_cpu:
+        return tensor
+    _check_place(tensor)
+    return tensor.data.contiguous()
+
+
+def _check_place(tensor: Tensor) -> None:
+    if not tensor.is_cpu:
+        raise RuntimeError(f"a tensor is on {tensor.device}, this backend carries tensors of the cpu only")
+
+
+def _match(one: Tensor, one_bytes: int, other: Tensor, other_bytes: int) -> None:
+    """Raises RuntimeError unless so many bytes of these tensors can be exchanged for each other."""
+    if one_bytes != other_bytes or one.dtype != other.dtype:
+        raise RuntimeError(
+            f"{one_bytes} bytes of {one.dtype} cannot be exchanged for {other_bytes} bytes of {other.dtype}: "
+            "output and input must have one type, and the size of what each rank sends or receives"
+        )
 
 
 def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
