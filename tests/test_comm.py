@@ -20,7 +20,6 @@ from fivefold.cli.comm.sizes import check_memory, read_sizes
 from fivefold.cli.main import main
 from fivefold.collectives.bench import Bench, Case
 from fivefold.collectives.fit import Point, fit, median_error
-from fivefold.collectives.shared_memory.memory import host_memory
 from fivefold.config.errors import BadInput
 from fivefold.config.tree import Cluster
 from fivefold.ledger.hardware import load_hardware
@@ -28,6 +27,7 @@ from fivefold.ledger.network import collective_seconds, wires
 from fivefold.ledger.physics import Physics
 from fivefold.ledger.programs.steps import Link
 from fivefold.trainer.comm import bus_bytes
+from fivefold.trainer.host_memory import host_memory
 from fivefold.trainer.machine import backends, default_backend
 from ranks import run_ranks
 

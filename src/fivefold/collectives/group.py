@@ -199,7 +199,7 @@ class RecordingGroup(dist.ProcessGroup):
         self,
         primitive: Primitive,
         size: int,
-        start: Callable[..., Work],
+        start: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any] = _NO_KEYWORDS,
         peer: int | None = None,
@@ -214,17 +214,17 @@ class RecordingGroup(dist.ProcessGroup):
         try:
             with outside_modes():
                 work = start(*args, **kwargs)
-                awaited = isinstance(work, Operation) and work.awaited
-                if awaited and not work.is_success():  # here, with less ado than through a handle
+                if isinstance(work, Operation) and work.awaited:  # here, with less ado than through a handle
                     progress.waiting_since, progress.waiting = call.since, call
                     try:
                         work.wait()
                     finally:
                         progress.waiting = None
+                    work = None
         except RuntimeError as error:
             raise failure(progress, call, error) from error
         self.recorder.expose(axis, call.since)
-        return ENDED if awaited else RecordedWork(work, progress, call, self.recorder)
+        return ENDED if work is None else RecordedWork(work, progress, call, self.recorder)
 
 
 def axis_of(description: str) -> str:

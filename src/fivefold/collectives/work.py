@@ -136,11 +136,11 @@ class _AllOf(Work):
 
 
 def one_by_one(
-    start: Callable[..., Work], outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any
-) -> Work:
+    start: Callable[..., Work | None], outputs: list[Tensor], inputs: list[Tensor], *args: Any, **kwargs: Any
+) -> Work | None:
     """Applies `start` to each pair, for collectives that gloo does not offer for lists."""
     works = [start(o, i, *args, **kwargs) for o, i in zip(outputs, inputs, strict=True)]
-    return works[0] if len(works) == 1 else _AllOf(works)
+    return works[0] if len(works) == 1 else _AllOf([work for work in works if work is not None])
 
 
 def _cause(error: RuntimeError) -> str:

@@ -79,7 +79,7 @@ def check_room(sizes: Sequence[int], ranks: int, place: "Place | None", buffers:
     """
     import torch
 
-    from fivefold.collectives.shared_memory.memory import host_memory
+    from fivefold.trainer.host_memory import host_memory
     from fivefold.trainer.launch import check_count
 
     if place is None:

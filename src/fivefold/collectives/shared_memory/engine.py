@@ -125,31 +125,37 @@ class Lane:
         with engine.lock:
             if self.broken is not None:
                 engine.finish(operation, self.broken)
-            elif not engine.active and operation.awaited:
-                self._run(operation)
             else:
                 self._enqueue(operation)
                 if len(self._queue) == 1:
                     self.advance()
-        if engine.settled:
-            engine.settle()
+        engine.settle()
         if not operation.awaited and not operation.done:
             engine.wake()
         return operation
 
-    def _run(self, operation: Operation) -> None:
-        """Carries out the only operation under way without more ado, as long as what it lacks comes soon."""
-        try:
-            for lack in operation.steps:
-                if not self._comes_soon(lack):
-                    self._enqueue(operation)
-                    self.lack = lack
-                    return
-        except BaseException as error:
-            self._enqueue(operation)
-            self._failed(error)
-        else:
-            operation.done = True
+    def run(self, steps: Steps, tensors: list[Tensor]) -> Operation | None:
+        """Carries out the steps for a caller that waits for them; the operation still to be waited for, if any.
+
+        Nothing else being under way, this is done with less ado, as long as what they lack comes soon.
+        """
+        engine = self._engine
+        with engine.lock:
+            is_first = not engine.active and self.broken is None
+            if is_first:
+                try:
+                    for lack in steps:
+                        if not self._comes_soon(lack):
+                            break
+                    else:
+                        return None
+                except BaseException as error:
+                    raise self._failed(error) from error
+                operation = Operation(engine, steps, tensors, awaited=True)
+                self._enqueue(operation)
+                self.lack = lack
+                return operation
+        return self.start(Operation(engine, steps, tensors, awaited=True))
 
     def _comes_soon(self, lack: Lack | Work) -> bool:
         if not isinstance(lack, Lack):
@@ -185,11 +191,14 @@ class Lane:
                 self._failed(error)
         return moved
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, error: BaseException) -> RuntimeError:
+        """Ends the lane, whose steps have raised that error; the error to be raised."""
         kind = type(error).__name__
-        self.fail(error if isinstance(error, RuntimeError) else RuntimeError(f"{kind}: {error}"))
+        failure = error if isinstance(error, RuntimeError) else RuntimeError(f"{kind}: {error}")
+        self.fail(failure)
         if not isinstance(error, Exception):
             raise error
+        return failure
 
     def _end(self) -> None:
         self.lack = None

@@ -6,30 +6,17 @@ which it puts out nothing, and before it opens a step it has met all others in t
 put out in the step before that, whose slot is free again. Data longer than a slot pass in rounds.
 """
 
-import time
 from collections.abc import Iterable, Sequence
-from ctypes import memmove
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from fivefold.collectives.shared_memory.copying import LINE_BYTES, Copy, Writing, cache_bytes, copy, stream
 from fivefold.collectives.shared_memory.engine import Lack, Steps
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
-from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment, SharedMemoryError
-from fivefold.collectives.shared_memory.slots import MANY, TIMED_BYTES, Slots
+from fivefold.collectives.shared_memory.segment import Segment
 from fivefold.collectives.shared_memory.span import Parts, Span, shares
-
-PIECE_BYTES = 1 << 19
-
-
-def copy(to: int, source: int, size: int) -> None:
-    """Copies bytes between addresses."""
-    while size > PIECE_BYTES:
-        memmove(to, source, PIECE_BYTES)
-        to, source, size = to + PIECE_BYTES, source + PIECE_BYTES, size - PIECE_BYTES
-    memmove(to, source, size)
-
 
 AT_ONCE_BYTES = 1 << 17  # up to here every rank reduces everything itself: one meeting instead of two
 SHORT_BYTES = 1 << 16
@@ -60,19 +47,19 @@ class Exchange:
         self.share_bytes = segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
         # Between two ranks it copies no more than sharing out does, and saves a meeting at any size.
         self._at_once_bytes = min(segment.slot_bytes, segment.slot_bytes if self.size == 2 else AT_ONCE_BYTES)
-        self._own = Slots()
-        self._chosen = 0  # the number of this rank's slot in this step
-        self._writes = 0  # those long enough to be timed
-        self._timed_bytes, self._timed_seconds = 0, 0.0
+        self._writing = Writing()
+        # Results from here on are longer than the caches have room for, together with what is sent.
+        self._stream_bytes = cache_bytes(self.size) // 2
         self._reserved: set[int] = set()
         self._step = 0
         self._unmet: tuple[Sequence[int], int] | None = None  # in the last step, and their note
         self._words = segment.words
         self._posted = [segment.posted(rank) for rank in range(self.size)]
         self._notes = [[segment.note(rank, step) for rank in range(self.size)] for step in (0, 1)]
-        self._first = [segment.address + segment.slot(rank, 0) for rank in range(self.size)]
-        self._slots = self._first.copy()  # in this step: the address of this rank's, and of those it has met
-        self._slot_bytes = segment.slot_bytes
+        self._places = [
+            [segment.address + segment.slot(rank, step) for rank in self._ranks] for step in (0, 1)
+        ]
+        self._slots = self._places[0]  # in this step
         self._parts: dict[tuple[object, ...], list[Tensor]] = {}
 
     def barrier(self) -> Steps:
@@ -122,7 +109,7 @@ class Exchange:
         parts = self._views(self._rank * width, mine.numel, flat.dtype)
         parts[self._rank] = flat
         yield from self._open()
-        reduce_into(self._view(self._rank, 0, mine.numel, flat.dtype), parts, kind)
+        reduce_into(self._own(mine.numel, flat.dtype), parts, kind)
         self._post(note)
         copy(mine.address, self._slots[self._rank], mine.nbytes)
         for rank in self._others:
@@ -164,17 +151,17 @@ class Exchange:
         addresses, sizes = outputs.addresses, outputs.sizes
         longest = max(sizes)
         note = _note("all_gather", longest)
-        mine = addresses[self._rank]
+        mine, land = addresses[self._rank], self._lander(sum(sizes))
         for start, stop in rounds(longest, self._segment.slot_bytes):
             yield from self._open()
             size = within(start, stop, source.nbytes)
             self._put(0, source.address + start, size)
             self._post(note)
             if mine != source.address:
-                copy(mine + start, source.address + start, size)
+                land(mine + start, source.address + start, size)
             for rank in self._others:
                 yield from self._met([rank], note)
-                copy(addresses[rank] + start, self._slots[rank], within(start, stop, sizes[rank]))
+                land(addresses[rank] + start, self._slots[rank], within(start, stop, sizes[rank]))
 
     def all_to_all(self, outputs: Parts, inputs: Parts, *, even: bool) -> Steps:
         """`inputs[r]` goes to rank r, `outputs[r]` comes from it. `even`: all are equally long, on all ranks."""
@@ -189,27 +176,28 @@ class Exchange:
             longest = max(map(max, table))
         note = _note("all_to_all", longest)
         me, width, sources, places = self._rank, self.share_bytes, inputs.addresses, outputs.addresses
+        land = self._lander(sum(outputs.sizes))
         for start, stop in rounds(longest, width):
             yield from self._open()
             for rank in self._others:
                 self._put(rank * width, sources[rank] + start, within(start, stop, inputs.sizes[rank]))
             self._post(note)
-            copy(places[me] + start, sources[me] + start, within(start, stop, inputs.sizes[me]))
+            land(places[me] + start, sources[me] + start, within(start, stop, inputs.sizes[me]))
             for rank in self._others:
                 yield from self._met([rank], note)
                 slot = self._slots[rank] + me * width
-                copy(places[rank] + start, slot, within(start, stop, outputs.sizes[rank]))
+                land(places[rank] + start, slot, within(start, stop, outputs.sizes[rank]))
 
     def broadcast(self, span: Span, root: int) -> Steps:
-        note = _note("broadcast", span.nbytes, root=root)
+        note, land = _note("broadcast", span.nbytes, root=root), self._lander(span.nbytes)
         for start, stop in rounds(span.nbytes, self._segment.slot_bytes):
-            yield from self._open(writes=self._rank == root)
+            yield from self._open()
             if self._rank == root:
                 self._put(0, span.address + start, stop - start)
             self._post(note)
             if self._rank != root:
                 yield from self._met([root], note)
-                copy(span.address + start, self._slots[root], stop - start)
+                land(span.address + start, self._slots[root], stop - start)
             self._unmet = [rank for rank in self._others if rank != root], note
 
     def reduce(self, span: Span, root: int, kind: Kind) -> Steps:
@@ -230,96 +218,75 @@ class Exchange:
     def gather(self, outputs: Parts, source: Span, root: int) -> Steps:
         """`outputs` has a place for each rank's `source` on the root, and is empty elsewhere."""
         note = _note("gather", source.nbytes, root=root)
+        land = self._lander(sum(outputs.sizes))
         if self._rank == root:
-            copy(outputs.addresses[root], source.address, source.nbytes)
+            land(outputs.addresses[root], source.address, source.nbytes)
         for start, stop in rounds(source.nbytes, self._segment.slot_bytes):
-            yield from self._open(writes=self._rank != root)
+            yield from self._open()
             if self._rank != root:
                 self._put(0, source.address + start, stop - start)
             self._post(note)
             if self._rank == root:
                 for rank in self._others:
                     yield from self._met([rank], note)
-                    copy(outputs.addresses[rank] + start, self._slots[rank], stop - start)
+                    land(outputs.addresses[rank] + start, self._slots[rank], stop - start)
             else:
                 self._unmet = self._others, note
 
     def scatter(self, out: Span, inputs: Parts, root: int) -> Steps:
         """`inputs` holds each rank's part on the root, and is empty elsewhere."""
         note = _note("scatter", out.nbytes, root=root)
-        width = self.share_bytes
+        width, land = self.share_bytes, self._lander(out.nbytes)
         if self._rank == root:
-            copy(out.address, inputs.addresses[root], out.nbytes)
+            land(out.address, inputs.addresses[root], out.nbytes)
         for start, stop in rounds(out.nbytes, width):
-            yield from self._open(writes=self._rank == root)
+            yield from self._open()
             if self._rank == root:
                 for rank in self._others:
                     self._put(rank * width, inputs.addresses[rank] + start, stop - start)
             self._post(note)
             if self._rank != root:
                 yield from self._met([root], note)
-                copy(out.address + start, self._slots[root] + self._rank * width, stop - start)
+                land(out.address + start, self._slots[root] + self._rank * width, stop - start)
             self._unmet = [rank for rank in self._others if rank != root], note
 
     def _tell(self, note: int, numbers: Sequence[int], table: list[list[int]]) -> Steps:
         """Fills `table` with the numbers of each rank."""
         size = len(numbers)
         yield from self._open()
-        self._view(self._rank, 0, size, torch.int64).copy_(torch.tensor(numbers))
+        self._own(size, torch.int64).copy_(torch.tensor(numbers))
         self._post(note)
         yield from self._met(self._others, note)
         table += [self._view(rank, 0, size, torch.int64).tolist() for rank in range(self.size)]
 
     # The steps
 
-    def _open(self, *, writes: bool = True) -> Steps:
-        """Begins the next step; the slot that this rank `writes` in it is free then."""
+    def _open(self) -> Steps:
+        """Begins the next step; this rank's slot in it is free then."""
         if self._unmet is not None:
             ranks, note = self._unmet
             yield from self._met(ranks, note)
             self._unmet = None
         self._step += 1
-        if writes:
-            self._chosen = number = self._choose()
-            self._slots[self._rank] = self._first[self._rank] + number * self._slot_bytes
-
-    def _choose(self) -> int:
-        """This rank's slot for a step."""
-        number = self._own.next()
-        if number in self._reserved:
-            return number
-        if number < 2 or self._segment.has_plenty(MANY * self._slot_bytes * self.size):
-            try:
-                self._segment.reserve(self._segment.slot(self._rank, number), self._slot_bytes)
-                self._reserved.add(number)
-                return number
-            except SharedMemoryError:
-                if number < 2:
-                    raise
-        self._own.only_two()
-        return self._choose()
+        self._slots = self._places[self._step & 1]
 
     def _put(self, offset: int, address: int, size: int) -> None:
         """Copies data into this rank's slot."""
-        place = self._slots[self._rank] + offset
-        if size >= TIMED_BYTES:
-            self._writes += 1
-        if size < TIMED_BYTES or self._writes % self._own.timed_every:
-            copy(place, address, size)
-            return
-        before = time.perf_counter()
-        copy(place, address, size)
-        self._timed_seconds += time.perf_counter() - before
-        self._timed_bytes += size
+        self._writing.write(self._slot() + offset, address, size)
+
+    def _slot(self) -> int:
+        """The address of this rank's slot, to write into."""
+        number = self._step & 1
+        if number not in self._reserved:
+            self._segment.reserve(self._segment.slot(self._rank, number), self._segment.slot_bytes)
+            self._reserved.add(number)
+        return self._slots[self._rank]
 
     def _post(self, note: int) -> None:
         """This rank has read all it needs of the last step, and what it puts out in this one is ready to be read."""
         step = self._step
-        self._words[self._notes[step & 1][self._rank]] = note | self._chosen << _SLOT_BIT
+        self._words[self._notes[step & 1][self._rank]] = note
         self._segment.set(self._posted[self._rank], step)
-        if self._timed_bytes:
-            self._own.took(self._timed_bytes, self._timed_seconds)
-            self._timed_bytes, self._timed_seconds = 0, 0.0
 
     def _met(self, ranks: Sequence[int], note: int) -> Steps:
         """Waits until those ranks have posted this step.
@@ -328,16 +295,14 @@ class Exchange:
             RuntimeError: one of them is in another collective.
         """
         step, words, posted = self._step, self._words, self._posted
-        notes, slots = self._notes[step & 1], self._slots
-        first, slot_bytes = self._first, self._slot_bytes
+        notes = self._notes[step & 1]
         for rank in ranks:
             if words[posted[rank]] < step:
                 yield Lack(posted[rank], step, rank)
             found = words[notes[rank]]
-            if found & _ALL_BUT_SLOT != note:
+            if found != note:
                 name = self._segment.peers[rank].rank
                 raise RuntimeError(f"rank {name} has entered {self._read(found)}, not {self._read(note)}")
-            slots[rank] = first[rank] + (found >> _SLOT_BIT & MANY - 1) * slot_bytes
 
     def _read(self, note: int) -> str:
         primitive, kind = PRIMITIVES[note >> _PRIMITIVE_BIT], Kind(note >> _KIND_BIT & 15)
@@ -348,13 +313,21 @@ class Exchange:
         )
         return f"{primitive}{reduction} of {note & _BYTES} bytes{f' of {dtype}' if dtype else ''}{root}"
 
+    def _lander(self, result_bytes: int) -> Copy:
+        """What copies into a result of so many bytes."""
+        return stream if result_bytes >= self._stream_bytes else copy
+
+    def _own(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The beginning of this rank's slot, to write into."""
+        return self._segment.view(self._slot() - self._segment.address, numel, dtype)
+
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A part of a rank's slot."""
         return self._segment.view(self._slots[rank] - self._segment.address + offset, numel, dtype)
 
     def _views(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """The same part of every rank's slot."""
-        key = (*self._slots, offset, numel, dtype)
+        key = (self._step & 1, offset, numel, dtype)
         views = self._parts.get(key)
         if views is None:
             if len(self._parts) >= MOST_VIEWS:
@@ -377,9 +350,8 @@ def within(start: int, stop: int, length: int) -> int:
     return max(0, min(stop, length) - start)
 
 
-# A note says in one word what a rank does: primitive, reduction, root, its slot, type of what is reduced, and bytes.
-_TYPE_BIT, _SLOT_BIT, _ROOT_BIT, _KIND_BIT, _PRIMITIVE_BIT = 34, 38, 44, 56, 60
-_ALL_BUT_SLOT = ~((MANY - 1) << _SLOT_BIT)
+# A note says in one word what a rank does: primitive, reduction, root, type of what is reduced, and bytes.
+_TYPE_BIT, _ROOT_BIT, _KIND_BIT, _PRIMITIVE_BIT = 40, 44, 56, 60
 _BYTES = (1 << _TYPE_BIT) - 1
 _NUMBERS = {primitive: number << _PRIMITIVE_BIT for number, primitive in enumerate(PRIMITIVES)}
 _TYPES = (

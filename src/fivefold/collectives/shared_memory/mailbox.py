@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fivefold.collectives.shared_memory.copying import LINE_BYTES, copy
 from fivefold.collectives.shared_memory.engine import Engine, Lack, Lane, Operation, Steps
-from fivefold.collectives.shared_memory.exchange import copy
-from fivefold.collectives.shared_memory.segment import LINE_BYTES, Segment
+from fivefold.collectives.shared_memory.segment import Segment
 
 _HEADER = struct.Struct("qq")  # tag, bytes
 PIECE_BYTES = 1 << 18  # told to the other side as it goes, so that both copy at the same time

@@ -22,15 +22,13 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from fivefold.collectives.shared_memory.memory import host_memory
+from fivefold.collectives.shared_memory.copying import LINE_BYTES
 from fivefold.collectives.shared_memory.peers import Peer
-from fivefold.collectives.shared_memory.slots import MANY
 from fivefold.config.errors import HAS_DIED
 
-LINE_BYTES = 64  # of a processor's cache: words of different writers keep apart
 PAGE_BYTES = mmap.PAGESIZE
 ALONE_SECONDS = 0.001
-PLENTY = 16
+SLOTS = 2  # of each rank, in turn
 _LINE = LINE_BYTES // 8
 _RANK_LINES = 2
 _FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # x86-64
@@ -73,13 +71,13 @@ class Segment:
     """The shared memory of `size` ranks, as rank `rank` of them sees it. Ranks here count within the segment.
 
     words[posted(r)]      the step that rank r has entered last; it has read all it needs of those before
-    words[note(r, s)]     what rank r is doing in step s, and in which of its slots
+    words[note(r, s)]     what rank r is doing in step s
     words[state(r)]       0, or why rank r takes no part any more (LEFT, FAILED)
     words[written(a, b)]  bytes of messages that a has put into its ring to b
     words[taken(a, b)]    bytes of them that b has taken out
 
-    Then slots of `slot_bytes`, as many per rank as slots.MANY, and a ring of `ring_bytes` for each pair. These cost
-    memory only once `reserve` has been called for them.
+    Then SLOTS slots of `slot_bytes` for each rank, and a ring of `ring_bytes` for each pair. They cost memory only once
+    `reserve` has been called for them.
     """
 
     LEFT, FAILED = 1, 2
@@ -91,7 +89,7 @@ class Segment:
         self._asleep = size * _RANK_LINES * LINE_BYTES
         self._pairs = self._asleep + _round_up(size, LINE_BYTES)
         self._slots = _round_up(self._pairs + size * size * 2 * LINE_BYTES, PAGE_BYTES)
-        self._rings = self._slots + size * MANY * slot_bytes
+        self._rings = self._slots + size * SLOTS * slot_bytes
         self._fd = fd
         _truncate(fd, self._rings + size * size * ring_bytes)
         self.reserve(0, self._slots)
@@ -151,9 +149,9 @@ class Segment:
     def taken(self, sender: int, receiver: int) -> int:
         return self.written(sender, receiver) + _LINE
 
-    def slot(self, rank: int, number: int) -> int:
-        """Where that slot of a rank begins, in bytes from the start of the segment."""
-        return self._slots + (MANY * rank + number) * self.slot_bytes
+    def slot(self, rank: int, step: int) -> int:
+        """Where a rank's slot in that step begins, in bytes from the start of the segment."""
+        return self._slots + (SLOTS * rank + step % SLOTS) * self.slot_bytes
 
     def ring(self, sender: int, receiver: int) -> int:
         """Where the pair's ring begins, in bytes from the start of the segment."""
@@ -193,11 +191,6 @@ class Segment:
                 f"of {disk.f_blocks * disk.f_frsize} are free; give it more (docker run --shm-size=8g) or set "
                 'parallel.backend = "gloo"'
             ) from None
-
-    def has_plenty(self, size: int) -> bool:
-        """Whether many times as much is free, in the file system and of the memory behind it."""
-        disk = os.fstatvfs(self._fd)
-        return min(disk.f_bavail * disk.f_frsize, host_memory().available) >= PLENTY * size
 
     def set(self, word: int, value: int) -> None:
         """Writes a word of this rank's and wakes who sleeps for it."""

@@ -33,8 +33,7 @@ class SharedMemory:
     Args:
         directory: of a file system in memory. The files made there have no names.
         host: which ranks are together; by default those whose memory this process can map.
-        slot_bytes, ring_bytes: a group takes two slots per rank, or `slots.MANY` where these are faster and memory is
-            plenty, and a ring per pair of ranks that exchange messages.
+        slot_bytes, ring_bytes: a group takes two slots per rank, and a ring per pair of ranks that exchange messages.
     """
 
     directory: Path = SHARED_MEMORY
@@ -82,7 +81,8 @@ class SharedMemory:
 class SharedGroup:
     """The collectives of a group, as gloo's process group names them.
 
-    Each returns at once with an operation under way; tensors may be of any strides.
+    Each returns at once with an operation under way; one whose caller waits for it, when it has ended (with nothing) or
+    may take longer. Tensors may be of any strides.
 
     Args:
         rank: in the group.
@@ -114,10 +114,10 @@ class SharedGroup:
         self._out: dict[int, tuple[Outbox, Lane]] = {}
         self._in: dict[int, Inbox] = {}
 
-    def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, timeout: Any = None) -> Operation:
+    def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, timeout: Any = None) -> Operation | None:
         return self.allreduce_coalesced(_listed(tensors), opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Operation:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Operation | None:
         landing, kind = _Landing(), kind_of(opts)
         spans = [whole(landing.inout(tensor)) for tensor in tensors]
         if len(spans) == 1:
@@ -129,26 +129,30 @@ class SharedGroup:
 
         return self._start(steps(), tensors, opts, landing)
 
-    def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Operation:
+    def broadcast(self, tensors: Any, opts: Any, timeout: Any = None) -> Operation | None:
         landing, tensors = _Landing(), _listed(tensors)
         root = self._root(opts)
         steps = self._collectives.broadcast(whole(landing.inout(tensors[0])), root)
         return self._start(steps, tensors, opts, landing)
 
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation | None:
         landing = _Landing()
         span = whole(landing.inout(tensors[0]))
         steps = self._collectives.reduce(span, self._root(opts), kind_of(opts))
         return self._start(steps, tensors, opts, landing)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Operation:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Operation | None:
         landing = _Landing()
         self._match_each(outputs[0], inputs[0])
         places = each([landing.out(tensor) for tensor in outputs[0]])
         steps = self._collectives.all_gather(places, whole(dense(inputs[0])))
         return self._start(steps, outputs[0], opts, landing)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
+    ) -> Operation | None:
         landing = _Landing()
         sources = [whole(dense(tensor)) for tensor in inputs]
         # outputs[rank][i] is rank's inputs[i]
@@ -162,21 +166,23 @@ class SharedGroup:
 
         return self._start(steps(), [tensor for row in outputs for tensor in row], opts, landing)
 
-    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Operation:
+    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> Operation | None:
         landing = _Landing()
         places = even(landing.out(output), self._collectives.size)
         _match(output, places.sizes[0], source, source.nbytes)
         steps = self._collectives.all_gather(places, whole(dense(source)))
         return self._start(steps, [output], opts, landing)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> Operation | None:
         landing = _Landing()
         self._match_each(inputs[0], outputs[0])
         place = landing.out(outputs[0])
         sources = self._kept(each([dense(tensor) for tensor in inputs[0]]), place)
         return self._reduce_scatter(place, sources, outputs, opts, landing)
 
-    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation | None:
         landing = _Landing()
         place, source = landing.out(output), dense(source)
         sources = even(source, self._collectives.size)
@@ -187,7 +193,7 @@ class SharedGroup:
 
     def _reduce_scatter(
         self, place: Tensor, sources: Parts, outputs: list[Tensor], opts: Any, landing: "_Landing"
-    ) -> Operation:
+    ) -> Operation | None:
         steps = self._collectives.reduce_scatter(whole(place), sources, kind_of(opts))
         return self._start(steps, outputs, opts, landing)
 
@@ -201,7 +207,7 @@ class SharedGroup:
                 tensors[rank] = tensors[rank].clone()
         return each(tensors)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Operation | None:
         landing = _Landing()
         self._count(outputs)
         self._count(inputs)
@@ -220,7 +226,7 @@ class SharedGroup:
         output_splits: list[int],
         input_splits: list[int],
         opts: Any = None,
-    ) -> Operation:
+    ) -> Operation | None:
         """The splits are in rows of the tensors; empty ones are even."""
         landing, size = _Landing(), self._collectives.size
         place = landing.out(output)
@@ -231,7 +237,7 @@ class SharedGroup:
         steps = self._collectives.all_to_all(places, sources, even=not output_splits and not input_splits)
         return self._start(steps, [output], opts, landing)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation | None:
         landing, root = _Landing(), self._root(opts)
         if self._rank == root:
             self._match_each(outputs[0], inputs[0])
@@ -239,7 +245,7 @@ class SharedGroup:
         steps = self._collectives.gather(places, whole(dense(inputs[0])), root)
         return self._start(steps, outputs[0] if places.tensors else [], opts, landing)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Operation | None:
         landing, root = _Landing(), self._root(opts)
         if self._rank == root:
             self._match_each(inputs[0], outputs[0])
@@ -247,7 +253,7 @@ class SharedGroup:
         steps = self._collectives.scatter(whole(landing.out(outputs[0])), sources, root)
         return self._start(steps, outputs, opts, landing)
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Operation:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Operation | None:
         return self._start(self._collectives.barrier(), [], opts, _Landing())
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int) -> Operation | Work:
@@ -283,11 +289,12 @@ class SharedGroup:
         self._engine.leave()
         del self._collectives, self._whole  # gloo lets go when it is deleted
 
-    def _start(self, steps: Steps, tensors: list[Tensor], opts: Any, landing: "_Landing") -> Operation:
+    def _start(self, steps: Steps, tensors: list[Tensor], opts: Any, landing: "_Landing") -> Operation | None:
         if landing.pairs:
             steps = landing.after(steps)
-        awaited = not getattr(opts, "asyncOp", True)
-        return self._lane.start(Operation(self._engine, steps, tensors, awaited=awaited))
+        if getattr(opts, "asyncOp", True):
+            return self._lane.start(Operation(self._engine, steps, tensors))
+        return self._lane.run(steps, tensors)
 
     def _root(self, opts: Any) -> int:
         root: int = opts if isinstance(opts, int) else opts.rootRank

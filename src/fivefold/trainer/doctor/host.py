@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fivefold.collectives.shared_memory.memory import host_memory
 from fivefold.config.errors import BadInput
 from fivefold.trainer.doctor.finding import MIB, Finding, size
+from fivefold.trainer.host_memory import host_memory
 from fivefold.trainer.place import place_from, usable_cores
 
 PACKAGES = ("fivefold", "msgspec", "rich")

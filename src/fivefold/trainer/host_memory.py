@@ -1,7 +1,6 @@
 """How much memory a process may still take before the kernel kills one, itself perhaps.
 
-A file in /dev/shm counts as memory of whoever first had a page of it made, also against the limit of a container or a
-batch job. Nothing fails at such a limit: the process is killed.
+Nothing fails at the limit of a container or a batch job: the process is killed.
 """
 
 from collections.abc import Iterator
