@@ -141,14 +141,16 @@ class Lane:
         """
         engine = self._engine
         with engine.lock:
-            is_first = not engine.active and self.broken is None
-            if is_first:
+            if not engine.active and self.broken is None:
                 try:
                     for lack in steps:
                         if not self._comes_soon(lack):
                             break
                     else:
                         return None
+                except RuntimeError as error:
+                    self.fail(error)
+                    raise
                 except BaseException as error:
                     raise self._failed(error) from error
                 operation = Operation(engine, steps, tensors, awaited=True)
