@@ -108,14 +108,14 @@ def test_the_way_follows_the_machine() -> None:
 
 
 def test_caches_are_shared_out(tmp_path: Path) -> None:
-    with mock.patch("os.sched_getaffinity", return_value={0, 1, 2, 3}):
-        assert cache_bytes(4, tmp_path) == USUAL_CACHE_BYTES // 4
-        for core in range(4):
-            place = tmp_path / f"cpu{core}/cache/index3"
-            place.mkdir(parents=True)
-            (place / "size").write_text("32768K\n")
-            (place / "shared_cpu_list").write_text("0-1\n" if core < 2 else "2-3\n")
-        assert [cache_bytes(ranks, tmp_path) >> 20 for ranks in (1, 2, 4, 8)] == [32, 32, 16, 8]
+    assert cache_bytes(4, range(4), tmp_path) == USUAL_CACHE_BYTES // 4
+    for core in range(4):
+        place = tmp_path / f"cpu{core}/cache/index3"
+        place.mkdir(parents=True)
+        (place / "size").write_text("32768K\n")
+        (place / "shared_cpu_list").write_text("0-1\n" if core < 2 else "2-3\n")
+    assert [cache_bytes(ranks, range(4), tmp_path) >> 20 for ranks in (1, 2, 4, 8)] == [32, 32, 16, 8]
+    assert cache_bytes(2, {1}, tmp_path) >> 20 == 16
 
 
 def check_changing(rank: int, n: int) -> None:

@@ -8,10 +8,9 @@ libraries use such stores from some length on, which is no use for either; so he
 
 import ctypes
 import mmap
-import os
 import platform
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from ctypes import memmove
 from functools import cache
@@ -108,11 +107,11 @@ def _costs(way: Copy, count: int) -> Generator[Copy, float, list[float]]:
     return costs
 
 
-def cache_bytes(ranks: int, system: Path = CACHES) -> int:
-    """What each of so many ranks of a host has of the caches that cores share."""
+def cache_bytes(ranks: int, cores: Iterable[int], system: Path = CACHES) -> int:
+    """What each of so many ranks has of the caches that the cores share on which they may run."""
     sizes = {}
     with suppress(OSError, ValueError):
-        for core in os.sched_getaffinity(0):
+        for core in cores:
             place = system / f"cpu{core}/cache/index3"
             sizes[(place / "shared_cpu_list").read_text()] = (
                 int((place / "size").read_text().strip("K\n")) << 10
@@ -126,7 +125,7 @@ def _streaming() -> Copy | None:
     """The loop above as a function; None where there is none, or a process may not make memory executable."""
     if platform.machine() != "x86_64":
         return None
-    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    memory = mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(_LOOP)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protect = ctypes.CDLL(None).mprotect

@@ -48,15 +48,27 @@ NO_TIMEOUT = timedelta(0)
 class Operation:
     """A collective or message under way, with the methods of torch's Work that its users need.
 
-    `awaited`: its caller waits for it at once.
+    `awaited`: its caller waits for it at once. `looked`: and has looked in vain for what it lacks first.
     """
 
-    __slots__ = ("awaited", "done", "engine", "error", "future", "since", "source", "steps", "tensors")
+    __slots__ = (
+        "awaited",
+        "done",
+        "engine",
+        "error",
+        "future",
+        "looked",
+        "since",
+        "source",
+        "steps",
+        "tensors",
+    )
 
     def __init__(
         self, engine: "Engine", steps: Steps, tensors: list[Tensor], *, awaited: bool = False
     ) -> None:
         self.awaited = awaited
+        self.looked = False
         self.engine = engine
         self.steps = steps
         self.tensors = tensors
@@ -154,6 +166,7 @@ class Lane:
                 except BaseException as error:
                     raise self._failed(error) from error
                 operation = Operation(engine, steps, tensors, awaited=True)
+                operation.looked = True
                 self._enqueue(operation)
                 self.lack = lack
                 return operation
@@ -265,7 +278,7 @@ class Engine:
         operation.since = max(operation.since, now)  # the time allowed is counted while somebody waits
         deadline = now + timeout if timeout > 0 else float("inf")
         pause = None
-        looked = operation.awaited  # when it was started
+        looked = operation.looked
         self._drivers += 1
         try:
             while not operation.done:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fivefold.collectives.shared_memory.copying import LINE_BYTES, Copy, Writing, cache_bytes, copy, stream
+from fivefold.collectives.shared_memory.cores import cores_of
 from fivefold.collectives.shared_memory.engine import Lack, Steps
+from fivefold.collectives.shared_memory.notes import note_of, read
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
 from fivefold.collectives.shared_memory.segment import Segment
 from fivefold.collectives.shared_memory.span import Parts, Span, shares
@@ -21,18 +23,6 @@ from fivefold.collectives.shared_memory.span import Parts, Span, shares
 AT_ONCE_BYTES = 1 << 17  # up to here every rank reduces everything itself: one meeting instead of two
 SHORT_BYTES = 1 << 16
 MOST_VIEWS = 64
-PRIMITIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "barrier",
-)
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class Exchange:
@@ -49,7 +39,8 @@ class Exchange:
         self._at_once_bytes = min(segment.slot_bytes, segment.slot_bytes if self.size == 2 else AT_ONCE_BYTES)
         self._writing = Writing()
         # Results from here on are longer than the caches have room for, together with what is sent.
-        self._stream_bytes = cache_bytes(self.size) // 2
+        cores = set[int]().union(*(cores_of(peer.pid) for peer in segment.peers))
+        self._stream_bytes = cache_bytes(self.size, cores) // 2
         self._reserved: set[int] = set()
         self._step = 0
         self._unmet: tuple[Sequence[int], int] | None = None  # in the last step, and their note
@@ -63,13 +54,13 @@ class Exchange:
         self._parts: dict[tuple[object, ...], list[Tensor]] = {}
 
     def barrier(self) -> Steps:
-        note = _note("barrier", 0)
+        note = note_of("barrier", 0)
         yield from self._open()
         self._post(note)
         yield from self._met(self._others, note)
 
     def all_reduce(self, span: Span, kind: Kind) -> Steps:
-        note = _note("all_reduce", span.nbytes, kind, dtype=span.tensor.dtype)
+        note = note_of("all_reduce", span.nbytes, kind, dtype=span.tensor.dtype)
         if span.nbytes <= self._at_once_bytes:
             if span.nbytes:
                 yield from self._all_reduce_at_once(span, kind, note)
@@ -121,7 +112,7 @@ class Exchange:
         addresses, sizes = inputs.addresses, inputs.sizes
         longest = max(sizes)
         item, dtype = out.tensor.itemsize, out.tensor.dtype
-        note = _note("reduce_scatter", longest, kind, dtype=dtype)
+        note = note_of("reduce_scatter", longest, kind, dtype=dtype)
         flat, width = out.vector(), self.share_bytes
         me, own = self._rank, addresses[self._rank]
         # A short part of one's own is copied, which takes less time than making a tensor of it: to where the sum will
@@ -150,7 +141,7 @@ class Exchange:
         """`outputs` has a place for each rank's `source`; these may differ in length."""
         addresses, sizes = outputs.addresses, outputs.sizes
         longest = max(sizes)
-        note = _note("all_gather", longest)
+        note = note_of("all_gather", longest)
         mine, land = addresses[self._rank], self._lander(sum(sizes))
         for start, stop in rounds(longest, self._segment.slot_bytes):
             yield from self._open()
@@ -168,13 +159,13 @@ class Exchange:
         longest = inputs.sizes[0]
         if not even:
             table: list[list[int]] = []
-            yield from self._tell(_note("all_to_all", 0), inputs.sizes, table)
+            yield from self._tell(note_of("all_to_all", 0), inputs.sizes, table)
             for rank in self._others:
                 if (sent := table[rank][self._rank]) != outputs.sizes[rank]:
                     name = self._segment.peers[rank].rank
                     raise RuntimeError(f"rank {name} sends {sent} bytes, {outputs.sizes[rank]} are expected")
             longest = max(map(max, table))
-        note = _note("all_to_all", longest)
+        note = note_of("all_to_all", longest)
         me, width, sources, places = self._rank, self.share_bytes, inputs.addresses, outputs.addresses
         land = self._lander(sum(outputs.sizes))
         for start, stop in rounds(longest, width):
@@ -189,7 +180,7 @@ class Exchange:
                 land(places[rank] + start, slot, within(start, stop, outputs.sizes[rank]))
 
     def broadcast(self, span: Span, root: int) -> Steps:
-        note, land = _note("broadcast", span.nbytes, root=root), self._lander(span.nbytes)
+        note, land = note_of("broadcast", span.nbytes, root=root), self._lander(span.nbytes)
         for start, stop in rounds(span.nbytes, self._segment.slot_bytes):
             yield from self._open()
             if self._rank == root:
@@ -201,7 +192,7 @@ class Exchange:
             self._unmet = [rank for rank in self._others if rank != root], note
 
     def reduce(self, span: Span, root: int, kind: Kind) -> Steps:
-        note = _note("reduce", span.nbytes, kind, root, span.tensor.dtype)
+        note = note_of("reduce", span.nbytes, kind, root, span.tensor.dtype)
         flat = span.vector()
         item = flat.itemsize
         for start, stop in rounds(span.numel, self._segment.slot_bytes // item):
@@ -217,7 +208,7 @@ class Exchange:
 
     def gather(self, outputs: Parts, source: Span, root: int) -> Steps:
         """`outputs` has a place for each rank's `source` on the root, and is empty elsewhere."""
-        note = _note("gather", source.nbytes, root=root)
+        note = note_of("gather", source.nbytes, root=root)
         land = self._lander(sum(outputs.sizes))
         if self._rank == root:
             land(outputs.addresses[root], source.address, source.nbytes)
@@ -235,7 +226,7 @@ class Exchange:
 
     def scatter(self, out: Span, inputs: Parts, root: int) -> Steps:
         """`inputs` holds each rank's part on the root, and is empty elsewhere."""
-        note = _note("scatter", out.nbytes, root=root)
+        note = note_of("scatter", out.nbytes, root=root)
         width, land = self.share_bytes, self._lander(out.nbytes)
         if self._rank == root:
             land(out.address, inputs.addresses[root], out.nbytes)
@@ -301,17 +292,10 @@ class Exchange:
                 yield Lack(posted[rank], step, rank)
             found = words[notes[rank]]
             if found != note:
-                name = self._segment.peers[rank].rank
-                raise RuntimeError(f"rank {name} has entered {self._read(found)}, not {self._read(note)}")
-
-    def _read(self, note: int) -> str:
-        primitive, kind = PRIMITIVES[note >> _PRIMITIVE_BIT], Kind(note >> _KIND_BIT & 15)
-        reduction = "" if kind == Kind.SUM else f" ({kind.name})"
-        dtype = _TYPES[note >> _TYPE_BIT & 15]
-        root = (
-            f" with root {self._segment.peers[note >> _ROOT_BIT & 4095].rank}" if primitive in ROOTED else ""
-        )
-        return f"{primitive}{reduction} of {note & _BYTES} bytes{f' of {dtype}' if dtype else ''}{root}"
+                names = [peer.rank for peer in self._segment.peers]
+                raise RuntimeError(
+                    f"rank {names[rank]} has entered {read(found, names)}, not {read(note, names)}"
+                )
 
     def _lander(self, result_bytes: int) -> Copy:
         """What copies into a result of so many bytes."""
@@ -348,32 +332,3 @@ def rounds(length: int, most: int) -> Iterable[tuple[int, int]]:
 def within(start: int, stop: int, length: int) -> int:
     """How much of start to stop lies within so much."""
     return max(0, min(stop, length) - start)
-
-
-# A note says in one word what a rank does: primitive, reduction, root, type of what is reduced, and bytes.
-_TYPE_BIT, _ROOT_BIT, _KIND_BIT, _PRIMITIVE_BIT = 40, 44, 56, 60
-_BYTES = (1 << _TYPE_BIT) - 1
-_NUMBERS = {primitive: number << _PRIMITIVE_BIT for number, primitive in enumerate(PRIMITIVES)}
-_TYPES = (
-    None,
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-_TYPE_NUMBERS = {dtype: number << _TYPE_BIT for number, dtype in enumerate(_TYPES)}
-
-
-def _note(
-    primitive: str, size: int, kind: Kind = Kind.SUM, root: int = 0, dtype: torch.dtype | None = None
-) -> int:
-    numbers = _NUMBERS[primitive] | _TYPE_NUMBERS.get(dtype, 0)
-    return numbers | kind << _KIND_BIT | root << _ROOT_BIT | size & _BYTES
