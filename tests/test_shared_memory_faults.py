@@ -177,7 +177,7 @@ def test_a_full_disk_is_told(small_disk: Path) -> None:
     with Ranks(2, backend=None) as ranks:
         errors = ranks.run(check_full_slots, str(small_disk))
         messages = ranks.run(check_full_ring, str(small_disk))
-    for found, size in ((errors, 1 << 20), (messages, 4 << 20)):
+    for found, size in ((errors, 2 << 20), (messages, 4 << 20)):
         for error in found:
             assert (
                 f"failed: No space left on device: shared memory needs {size} bytes more" in error

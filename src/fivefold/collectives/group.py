@@ -206,24 +206,21 @@ class RecordingGroup(dist.ProcessGroup):
     ) -> Work:
         """Counts a call of `size` bytes and starts it."""
         progress = self.progress
-        axis = progress.axis
         call = progress.enter(primitive, peer)
-        self.recorder.last = (axis, primitive, call.number)
         if len(self.global_ranks) > 1:
-            self.recorder.add(axis, primitive, size)
+            self.recorder.add(progress.axis, primitive, size)
         try:
-            with outside_modes():
-                work = start(*args, **kwargs)
-                if isinstance(work, Operation) and work.awaited:  # here, with less ado than through a handle
-                    progress.waiting_since, progress.waiting = call.since, call
-                    try:
-                        work.wait()
-                    finally:
-                        progress.waiting = None
-                    work = None
+            work = outside_modes(start)(*args, **kwargs)
+            if isinstance(work, Operation) and work.awaited:  # here, with less ado than through a handle
+                progress.waiting_since, progress.waiting = call.since, call
+                try:
+                    outside_modes(work.wait)()
+                finally:
+                    progress.waiting = None
+                work = None
         except RuntimeError as error:
             raise failure(progress, call, error) from error
-        self.recorder.expose(axis, call.since)
+        self.recorder.expose(progress.axis, call.since)
         return ENDED if work is None else RecordedWork(work, progress, call, self.recorder)
 
 

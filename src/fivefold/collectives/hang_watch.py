@@ -108,7 +108,7 @@ class HangWatch:
         calls = [(group.axis, group.entered) for group in groups if group.entered]
         axis, last = max(calls, key=lambda pair: pair[1].since, default=("", None))
         return {
-            "groups": {group.name: (group.collectives, *(group.entered or ())[:2]) for group in groups},
+            "groups": {group.name: (group.collectives, *_entered(group)) for group in groups},
             "last": f"{_label(last, axis)}, {time.monotonic() - last.since:.0f} s ago" if last else "nothing",
             "place": _place(),
         }
@@ -136,6 +136,12 @@ class HangWatch:
         if entered[1:] == [call.number] and entered[0] != call.primitive:
             return f"{self._name(rank)} has entered {entered[0]} in its place: {where}"
         return ""
+
+
+def _entered(group: Progress) -> tuple[str, int] | tuple[()]:
+    """The primitive and the number of the call entered last."""
+    call = group.entered
+    return (call.primitive, call.number) if call else ()
 
 
 def _label(call: Call, axis: str) -> str:

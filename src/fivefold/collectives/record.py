@@ -6,10 +6,11 @@ parts of all ranks together; send and recv = the message.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Phase = Literal["forward", "backward", "gradient", "optimizer", "step"]
 Primitive = Literal[
@@ -44,7 +45,8 @@ class Row:
     bytes_per_rank: int
 
 
-class Call(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Call:
     """One call in a group. `number` counts the group's collectives from 1, and separately its messages (send and
     recv), so that a collective has the same number on every rank. `peer` is the other end of a message, as a rank
     within the group, if known. `since` is a time on this process's monotonic clock, in seconds.
@@ -105,8 +107,8 @@ class Recorder:
     """Counts the collectives of one rank.
 
     `current_phase` is a plain attribute, not thread-local: on a GPU backward runs in another thread. The axes in
-    `excluded` are never counted. Counted or not, every call is noted in `groups` (the existing groups) and in `last`
-    (axis, primitive, number), which tell what a rank was doing when something failed.
+    `excluded` are never counted. Counted or not, every call is noted in `groups` (the existing groups), which tell what
+    a rank was doing when something failed.
 
     The time that a call blocks its caller is *exposed*: compute does not hide it. If `timeline` is set, the intervals
     in which calls are running are added to it.
@@ -115,11 +117,10 @@ class Recorder:
     def __init__(self, excluded: Collection[str] = ("checkpoint",)) -> None:
         self.excluded = frozenset(excluded)
         self.current_phase: Phase = "step"
-        self.last: tuple[str, str, int] | None = None
         self.groups: list[Progress] = []
         self.timeline: Timeline | None = None
         self._pauses = 0
-        self._exposed: dict[str, float] = {}
+        self._exposed: defaultdict[str, float] = defaultdict(float)
         self._cells: dict[tuple[str, str, str], list[int]] = {}  # (axis, primitive, phase) → [count, bytes]
 
     def add(self, axis: str, primitive: Primitive, size: int) -> None:
@@ -141,7 +142,7 @@ class Recorder:
         if self._pauses or axis in self.excluded:
             return
         now = time.monotonic()
-        self._exposed[axis] = self._exposed.get(axis, 0.0) + now - start
+        self._exposed[axis] += now - start
         if self.timeline is not None:
             self.timeline.add(axis, start, now)
 

@@ -3,9 +3,10 @@
 import re
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fivefold.collectives.record import Call, Progress, Recorder, Timeline
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _NO_TIMEOUT = timedelta(0)  # torch's value for "no timeout"
-_AS_IT_IS = nullcontext()
 
 
 class CollectiveError(RuntimeError):
@@ -34,10 +36,15 @@ def failure(progress: Progress, call: Call, error: RuntimeError) -> CollectiveEr
     )
 
 
-def outside_modes() -> AbstractContextManager[object]:
-    """Disables the caller's dispatch modes (such as selective recomputation's), which must not see the tensor
+def outside_modes(call: Callable[P, T]) -> Callable[P, T]:
+    """The call without the caller's dispatch modes (such as selective recomputation's), which must not see the tensor
     operations of a transport."""
-    return _disable_current_modes() if _len_torch_dispatch_stack() else _AS_IT_IS
+    return partial(_without_modes, call) if _len_torch_dispatch_stack() else call
+
+
+def _without_modes(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    with _disable_current_modes():
+        return call(*args, **kwargs)
 
 
 class RecordedWork(Work):
@@ -57,8 +64,7 @@ class RecordedWork(Work):
         progress.waiting_since = time.monotonic()
         progress.waiting = self._call
         try:
-            with outside_modes():
-                return self._work.wait(timeout)
+            return outside_modes(self._work.wait)(timeout)
         except RuntimeError as error:
             raise failure(progress, self._call, error) from error
         finally:

@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
-from ctypes import memmove
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -41,6 +40,12 @@ _LOOP = bytes.fromhex(
 )
 
 
+memmove: Copy = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 3)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""The C library's, called with less ado than through ctypes' own."""
+
+
 def copy(to: int, source: int, size: int) -> None:
     """Copies bytes between addresses. In pieces, which glibc's memmove copies a fifth faster than more at a time."""
     while size > PIECE_BYTES:
@@ -57,9 +62,11 @@ def stream(to: int, source: int, size: int) -> None:
     if loop is None or not body:
         copy(to, source, size)
         return
-    memmove(to, source, head)
+    if head:
+        memmove(to, source, head)
     loop(to + head, source + head, body)
-    memmove(to + head + body, source + head + body, size - head - body)
+    if rest := size - head - body:
+        memmove(to + size - rest, source + size - rest, rest)
 
 
 class Writing:

@@ -12,9 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import repeat, starmap
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from fivefold.collectives.shared_memory.cores import Cores
 from fivefold.collectives.shared_memory.segment import Segment, sleep
 
 
-class Lack(NamedTuple):
+@dataclass(slots=True)
+class Lack:
     """A word of the segment that has to reach `target` before an operation can go on; rank `rank` writes it."""
 
     word: int

@@ -7,18 +7,19 @@ put out in the step before that, whose slot is free again. Data longer than a sl
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fivefold.collectives.shared_memory.copying import LINE_BYTES, Copy, Writing, cache_bytes, copy, stream
+from fivefold.collectives.shared_memory import moves
+from fivefold.collectives.shared_memory.copying import LINE_BYTES, Writing, cache_bytes, copy, stream
 from fivefold.collectives.shared_memory.cores import cores_of
 from fivefold.collectives.shared_memory.engine import Lack, Steps
+from fivefold.collectives.shared_memory.moves import Schedule, others, rounds, within
 from fivefold.collectives.shared_memory.notes import note_of, read
 from fivefold.collectives.shared_memory.reduction import Kind, reduce_into
-from fivefold.collectives.shared_memory.segment import Segment
-from fivefold.collectives.shared_memory.span import Parts, Span, shares
+from fivefold.collectives.shared_memory.segment import SLOTS, Segment
+from fivefold.collectives.shared_memory.span import Parts, Span, only, shares
 
 AT_ONCE_BYTES = 1 << 17  # up to here every rank reduces everything itself: one meeting instead of two
 SHORT_BYTES = 1 << 16
@@ -32,7 +33,7 @@ class Exchange:
         self._segment = segment
         self._rank, self.size = segment.rank, segment.size
         self._ranks = range(self.size)
-        self._others = [(self._rank + i) % self.size for i in range(1, self.size)]  # each begins with another
+        self._others = others(self._rank, self.size)
         # Of a slot, for each rank.
         self.share_bytes = segment.slot_bytes // self.size // LINE_BYTES * LINE_BYTES
         # Between two ranks it copies no more than sharing out does, and saves a meeting at any size.
@@ -41,16 +42,16 @@ class Exchange:
         # Results from here on are longer than the caches have room for, together with what is sent.
         cores = set[int]().union(*(cores_of(peer.pid) for peer in segment.peers))
         self._stream_bytes = cache_bytes(self.size, cores) // 2
-        self._reserved: set[int] = set()
+        self._reserved = False
         self._step = 0
         self._unmet: tuple[Sequence[int], int] | None = None  # in the last step, and their note
         self._words = segment.words
         self._posted = [segment.posted(rank) for rank in range(self.size)]
-        self._notes = [[segment.note(rank, step) for rank in range(self.size)] for step in (0, 1)]
+        self._all_notes = [[segment.note(rank, step) for rank in self._ranks] for step in (0, 1)]
         self._places = [
             [segment.address + segment.slot(rank, step) for rank in self._ranks] for step in (0, 1)
         ]
-        self._slots = self._places[0]  # in this step
+        self._slots, self._notes = self._places[0], self._all_notes[0]  # in this step
         self._parts: dict[tuple[object, ...], list[Tensor]] = {}
 
     def barrier(self) -> Steps:
@@ -61,19 +62,19 @@ class Exchange:
 
     def all_reduce(self, span: Span, kind: Kind) -> Steps:
         note = note_of("all_reduce", span.nbytes, kind, dtype=span.tensor.dtype)
-        if span.nbytes <= self._at_once_bytes:
-            if span.nbytes:
-                yield from self._all_reduce_at_once(span, kind, note)
-            return
+        if 0 < span.nbytes <= self._at_once_bytes:
+            return self._all_reduce_at_once(span, kind, note)
+        return self._all_reduce_in_rounds(span, kind, note)
+
+    def _all_reduce_in_rounds(self, span: Span, kind: Kind, note: int) -> Steps:
         item = span.tensor.itemsize
         if self.size == 2:
             for start, stop in rounds(span.numel, self._at_once_bytes // item):
                 yield from self._all_reduce_at_once(span.part(start, stop - start), kind, note)
             return
         together = self.share_bytes // item * self.size
-        for start in range(0, span.numel, together):
-            part = span.part(start, min(together, span.numel - start))
-            yield from self._all_reduce_shared_out(part, kind, note)
+        for start, stop in rounds(span.numel, together):
+            yield from self._all_reduce_shared_out(span.part(start, stop - start), kind, note)
 
     def _all_reduce_at_once(self, span: Span, kind: Kind, note: int) -> Steps:
         flat = span.vector()
@@ -94,7 +95,7 @@ class Exchange:
         width = shared.sizes[0]
         yield from self._open()
         for rank in self._others:
-            self._put(rank * width, shared.addresses[rank], shared.sizes[rank])
+            self._put(rank * width, shared.address(rank), shared.sizes[rank])
         self._post(note)
         yield from self._met(self._others, note)
         parts = self._views(self._rank * width, mine.numel, flat.dtype)
@@ -105,16 +106,16 @@ class Exchange:
         copy(mine.address, self._slots[self._rank], mine.nbytes)
         for rank in self._others:
             yield from self._met([rank], note)
-            copy(shared.addresses[rank], self._slots[rank], shared.sizes[rank])
+            copy(shared.address(rank), self._slots[rank], shared.sizes[rank])
 
     def reduce_scatter(self, out: Span, inputs: Parts, kind: Kind) -> Steps:
         """`inputs` holds this rank's part for each rank, as long as that rank's `out`; its own may be `out`."""
-        addresses, sizes = inputs.addresses, inputs.sizes
+        address, sizes = inputs.address, inputs.sizes
         longest = max(sizes)
         item, dtype = out.tensor.itemsize, out.tensor.dtype
         note = note_of("reduce_scatter", longest, kind, dtype=dtype)
         flat, width = out.vector(), self.share_bytes
-        me, own = self._rank, addresses[self._rank]
+        me, own = self._rank, address(self._rank)
         # A short part of one's own is copied, which takes less time than making a tensor of it: to where the sum will
         # be, or, from the third rank on, whose part is read after that has been written, into the slot. A longer one is
         # read where it is, if that is not where the sum will be.
@@ -124,7 +125,7 @@ class Exchange:
         for start, stop in rounds(longest, width):
             yield from self._open()
             for rank in self._ranks if keeps else self._others:
-                self._put(rank * width, addresses[rank] + start, within(start, stop, sizes[rank]))
+                self._put(rank * width, address(rank) + start, within(start, stop, sizes[rank]))
             self._post(note)
             size = within(start, stop, out.nbytes)
             if lands and own != out.address:
@@ -139,57 +140,45 @@ class Exchange:
 
     def all_gather(self, outputs: Parts, source: Span) -> Steps:
         """`outputs` has a place for each rank's `source`; these may differ in length."""
-        addresses, sizes = outputs.addresses, outputs.sizes
-        longest = max(sizes)
-        note = note_of("all_gather", longest)
-        mine, land = addresses[self._rank], self._lander(sum(sizes))
-        for start, stop in rounds(longest, self._segment.slot_bytes):
-            yield from self._open()
-            size = within(start, stop, source.nbytes)
-            self._put(0, source.address + start, size)
-            self._post(note)
-            if mine != source.address:
-                land(mine + start, source.address + start, size)
-            for rank in self._others:
-                yield from self._met([rank], note)
-                land(addresses[rank] + start, self._slots[rank], within(start, stop, sizes[rank]))
+        schedule = moves.all_gather(self._rank, self._segment.slot_bytes, outputs.sizes)
+        return self._move(schedule, outputs, only(source))
 
     def all_to_all(self, outputs: Parts, inputs: Parts, *, even: bool) -> Steps:
         """`inputs[r]` goes to rank r, `outputs[r]` comes from it. `even`: all are equally long, on all ranks."""
-        longest = inputs.sizes[0]
         if not even:
-            table: list[list[int]] = []
-            yield from self._tell(note_of("all_to_all", 0), inputs.sizes, table)
-            for rank in self._others:
-                if (sent := table[rank][self._rank]) != outputs.sizes[rank]:
-                    name = self._segment.peers[rank].rank
-                    raise RuntimeError(f"rank {name} sends {sent} bytes, {outputs.sizes[rank]} are expected")
-            longest = max(map(max, table))
-        note = note_of("all_to_all", longest)
-        me, width, sources, places = self._rank, self.share_bytes, inputs.addresses, outputs.addresses
-        land = self._lander(sum(outputs.sizes))
-        for start, stop in rounds(longest, width):
-            yield from self._open()
-            for rank in self._others:
-                self._put(rank * width, sources[rank] + start, within(start, stop, inputs.sizes[rank]))
-            self._post(note)
-            land(places[me] + start, sources[me] + start, within(start, stop, inputs.sizes[me]))
-            for rank in self._others:
-                yield from self._met([rank], note)
-                slot = self._slots[rank] + me * width
-                land(places[rank] + start, slot, within(start, stop, outputs.sizes[rank]))
+            return self._all_to_all_uneven(outputs, inputs)
+        sizes = inputs.sizes
+        schedule = moves.all_to_all(self._rank, self.share_bytes, sizes, sizes, sizes[0])
+        return self._move(schedule, outputs, inputs)
+
+    def _all_to_all_uneven(self, outputs: Parts, inputs: Parts) -> Steps:
+        table: list[list[int]] = []
+        yield from self._tell(note_of("all_to_all", 0), inputs.sizes, table)
+        for rank in self._others:
+            if (sent := table[rank][self._rank]) != outputs.sizes[rank]:
+                name = self._segment.peers[rank].rank
+                raise RuntimeError(f"rank {name} sends {sent} bytes, {outputs.sizes[rank]} are expected")
+        longest = max(map(max, table))
+        yield from self._move(
+            moves.all_to_all(self._rank, self.share_bytes, inputs.sizes, outputs.sizes, longest),
+            outputs,
+            inputs,
+        )
 
     def broadcast(self, span: Span, root: int) -> Steps:
-        note, land = note_of("broadcast", span.nbytes, root=root), self._lander(span.nbytes)
-        for start, stop in rounds(span.nbytes, self._segment.slot_bytes):
-            yield from self._open()
-            if self._rank == root:
-                self._put(0, span.address + start, stop - start)
-            self._post(note)
-            if self._rank != root:
-                yield from self._met([root], note)
-                land(span.address + start, self._slots[root], stop - start)
-            self._unmet = [rank for rank in self._others if rank != root], note
+        here = only(span)
+        schedule = moves.broadcast(self._rank, self.size, self._segment.slot_bytes, root, span.nbytes)
+        return self._move(schedule, here, here)
+
+    def gather(self, outputs: Parts, source: Span, root: int) -> Steps:
+        """`outputs` has a place for each rank's `source` on the root, and is empty elsewhere."""
+        schedule = moves.gather(self._rank, self.size, self._segment.slot_bytes, root, source.nbytes)
+        return self._move(schedule, outputs, only(source))
+
+    def scatter(self, out: Span, inputs: Parts, root: int) -> Steps:
+        """`inputs` holds each rank's part on the root, and is empty elsewhere."""
+        schedule = moves.scatter(self._rank, self.size, self.share_bytes, root, out.nbytes)
+        return self._move(schedule, only(out), inputs)
 
     def reduce(self, span: Span, root: int, kind: Kind) -> Steps:
         note = note_of("reduce", span.nbytes, kind, root, span.tensor.dtype)
@@ -206,41 +195,6 @@ class Exchange:
             else:
                 self._unmet = self._others, note
 
-    def gather(self, outputs: Parts, source: Span, root: int) -> Steps:
-        """`outputs` has a place for each rank's `source` on the root, and is empty elsewhere."""
-        note = note_of("gather", source.nbytes, root=root)
-        land = self._lander(sum(outputs.sizes))
-        if self._rank == root:
-            land(outputs.addresses[root], source.address, source.nbytes)
-        for start, stop in rounds(source.nbytes, self._segment.slot_bytes):
-            yield from self._open()
-            if self._rank != root:
-                self._put(0, source.address + start, stop - start)
-            self._post(note)
-            if self._rank == root:
-                for rank in self._others:
-                    yield from self._met([rank], note)
-                    land(outputs.addresses[rank] + start, self._slots[rank], stop - start)
-            else:
-                self._unmet = self._others, note
-
-    def scatter(self, out: Span, inputs: Parts, root: int) -> Steps:
-        """`inputs` holds each rank's part on the root, and is empty elsewhere."""
-        note = note_of("scatter", out.nbytes, root=root)
-        width, land = self.share_bytes, self._lander(out.nbytes)
-        if self._rank == root:
-            land(out.address, inputs.addresses[root], out.nbytes)
-        for start, stop in rounds(out.nbytes, width):
-            yield from self._open()
-            if self._rank == root:
-                for rank in self._others:
-                    self._put(rank * width, inputs.addresses[rank] + start, stop - start)
-            self._post(note)
-            if self._rank != root:
-                yield from self._met([root], note)
-                land(out.address + start, self._slots[root] + self._rank * width, stop - start)
-            self._unmet = [rank for rank in self._others if rank != root], note
-
     def _tell(self, note: int, numbers: Sequence[int], table: list[list[int]]) -> Steps:
         """Fills `table` with the numbers of each rank."""
         size = len(numbers)
@@ -252,14 +206,40 @@ class Exchange:
 
     # The steps
 
-    def _open(self) -> Steps:
-        """Begins the next step; this rank's slot in it is free then."""
+    def _move(self, schedule: Schedule, outputs: Parts, inputs: Parts) -> Steps:
+        """What only moves data."""
+        note, result_bytes, steps = schedule
+        land = stream if result_bytes >= self._stream_bytes else copy
+        words, posted, write = self._words, self._posted, self._writing.write
+        sources, places = inputs.offsets, outputs.offsets
+        for start, (puts, own, takes, unmet) in steps:
+            source, place = inputs.base + start, outputs.base + start
+            yield from self._open()
+            number, slots, notes = self._step, self._slots, self._notes
+            if puts:
+                slot = self._slot()
+                for part, there, size in puts:
+                    write(slot + there, source + sources[part], size)
+            self._post(note)
+            for part, out, size in own:
+                address, to = source + sources[part], place + places[out]
+                if address != to:
+                    land(to, address, size)
+            for rank, out, there, size in takes:
+                if words[posted[rank]] < number or words[notes[rank]] != note:
+                    yield from self._wait((rank,), note, number)
+                land(place + places[out], slots[rank] + there, size)
+            if unmet:
+                self._unmet = unmet, note
+
+    def _open(self) -> Iterable[Lack]:
+        """Begins the next step, in which this rank's slot is free; what has to be waited for before."""
+        waits: Iterable[Lack] = ()
         if self._unmet is not None:
-            ranks, note = self._unmet
-            yield from self._met(ranks, note)
-            self._unmet = None
-        self._step += 1
-        self._slots = self._places[self._step & 1]
+            waits, self._unmet = self._met(*self._unmet), None
+        self._step = step = self._step + 1
+        self._slots, self._notes = self._places[step & 1], self._all_notes[step & 1]
+        return waits
 
     def _put(self, offset: int, address: int, size: int) -> None:
         """Copies data into this rank's slot."""
@@ -267,39 +247,40 @@ class Exchange:
 
     def _slot(self) -> int:
         """The address of this rank's slot, to write into."""
-        number = self._step & 1
-        if number not in self._reserved:
-            self._segment.reserve(self._segment.slot(self._rank, number), self._segment.slot_bytes)
-            self._reserved.add(number)
+        if not self._reserved:
+            segment = self._segment
+            segment.reserve(segment.slot(self._rank, 0), SLOTS * segment.slot_bytes)
+            self._reserved = True
         return self._slots[self._rank]
 
     def _post(self, note: int) -> None:
         """This rank has read all it needs of the last step, and what it puts out in this one is ready to be read."""
-        step = self._step
-        self._words[self._notes[step & 1][self._rank]] = note
-        self._segment.set(self._posted[self._rank], step)
+        rank = self._rank
+        self._words[self._notes[rank]] = note
+        self._segment.set(self._posted[rank], self._step)
 
-    def _met(self, ranks: Sequence[int], note: int) -> Steps:
-        """Waits until those ranks have posted this step.
+    def _met(self, ranks: Sequence[int], note: int) -> Iterable[Lack]:
+        """What has to be waited for until those ranks have posted this step.
 
         Raises:
             RuntimeError: one of them is in another collective.
         """
-        step, words, posted = self._step, self._words, self._posted
-        notes = self._notes[step & 1]
+        step, words, posted, notes = self._step, self._words, self._posted, self._notes
         for rank in ranks:
-            if words[posted[rank]] < step:
-                yield Lack(posted[rank], step, rank)
-            found = words[notes[rank]]
-            if found != note:
+            if words[posted[rank]] < step or words[notes[rank]] != note:
+                return self._wait(ranks, note, step)
+        return ()
+
+    def _wait(self, ranks: Sequence[int], note: int, step: int) -> Iterable[Lack]:
+        """Waits until those ranks have posted that step."""
+        for rank in ranks:
+            if self._words[self._posted[rank]] < step:
+                yield Lack(self._posted[rank], step, rank)
+            if (found := self._words[self._all_notes[step & 1][rank]]) != note:
                 names = [peer.rank for peer in self._segment.peers]
                 raise RuntimeError(
                     f"rank {names[rank]} has entered {read(found, names)}, not {read(note, names)}"
                 )
-
-    def _lander(self, result_bytes: int) -> Copy:
-        """What copies into a result of so many bytes."""
-        return stream if result_bytes >= self._stream_bytes else copy
 
     def _own(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The beginning of this rank's slot, to write into."""
@@ -322,13 +303,3 @@ class Exchange:
 
 def _stretch(vector: Tensor, start: int, numel: int) -> Tensor:
     return vector if numel == vector.numel() else vector[start : start + numel]
-
-
-def rounds(length: int, most: int) -> Iterable[tuple[int, int]]:
-    """Start and stop of pieces of at most so much."""
-    return ((0, length),) if 0 < length <= most else pairwise((*range(0, length, most), length))
-
-
-def within(start: int, stop: int, length: int) -> int:
-    """How much of start to stop lies within so much."""
-    return max(0, min(stop, length) - start)

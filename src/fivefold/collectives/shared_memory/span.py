@@ -1,14 +1,15 @@
 """Stretches of contiguous tensors, as addresses: making a tensor of each takes longer than copying a small one."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
-class Span(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Span:
     """`numel` elements of a contiguous tensor from `start` on; the tensor stays alive with it."""
 
     tensor: Tensor
@@ -36,17 +37,23 @@ def whole(tensor: Tensor) -> Span:
     return Span(tensor, 0, tensor.numel(), tensor.data_ptr(), tensor.nbytes)
 
 
-class Parts(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Parts:
     """A stretch for each rank: all of one tensor, or each of its own; the tensors stay alive with it."""
 
     tensors: Sequence[Tensor]
-    addresses: Sequence[int]
-    sizes: Sequence[int]  # in bytes
+    base: int  # an address
+    offsets: Sequence[int]  # of the stretches from there, in bytes
+    sizes: tuple[int, ...]  # in bytes
+
+    def address(self, rank: int) -> int:
+        """Where that rank's begins."""
+        return self.base + self.offsets[rank]
 
     def span(self, rank: int) -> Span:
         """That rank's."""
         tensor = self.tensors[rank if len(self.tensors) > 1 else 0]
-        address, nbytes, item = self.addresses[rank], self.sizes[rank], tensor.itemsize
+        address, nbytes, item = self.address(rank), self.sizes[rank], tensor.itemsize
         return Span(tensor, (address - tensor.data_ptr()) // item, nbytes // item, address, nbytes)
 
     def vectors(self) -> list[Tensor]:
@@ -56,22 +63,34 @@ class Parts(NamedTuple):
     def of(self, ranks: Sequence[int]) -> "Parts":
         """Those of some ranks."""
         tensors = [self.tensors[rank] for rank in ranks] if len(self.tensors) > 1 else self.tensors
-        return Parts(tensors, [self.addresses[rank] for rank in ranks], [self.sizes[rank] for rank in ranks])
+        offsets, sizes = [self.offsets[rank] for rank in ranks], tuple(self.sizes[rank] for rank in ranks)
+        return Parts(tensors, self.base, offsets, sizes)
+
+
+def only(span: Span) -> Parts:
+    """One stretch."""
+    return Parts((span.tensor,), span.address, (0,), (span.nbytes,))
 
 
 def each(tensors: Sequence[Tensor]) -> Parts:
     """All of each contiguous tensor."""
-    return Parts(tensors, [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors])
+    addresses, sizes = [tensor.data_ptr() for tensor in tensors], tuple(tensor.nbytes for tensor in tensors)
+    return Parts(tensors, 0, addresses, sizes)
 
 
 def even(tensor: Tensor, count: int) -> Parts:
     """A contiguous tensor in equal parts."""
-    if tensor.numel() % count:
-        raise RuntimeError(f"{tensor.numel()} elements do not divide among {count} ranks")
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
+    offsets, sizes = _evenly(tensor.nbytes, tensor.itemsize, count)
+    return Parts((tensor,), tensor.data_ptr(), offsets, sizes)
+
+
+@lru_cache(maxsize=256)
+def _evenly(nbytes: int, item: int, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of the parts."""
+    if nbytes // item % count:
+        raise RuntimeError(f"{nbytes // item} elements do not divide among {count} ranks")
     size = nbytes // count
-    addresses = range(address, address + nbytes, size) if size else (address,) * count
-    return Parts((tensor,), addresses, (size,) * count)
+    return tuple(size * rank for rank in range(count)), (size,) * count
 
 
 def uneven(tensor: Tensor, rows: Sequence[int]) -> Parts:
@@ -79,27 +98,25 @@ def uneven(tensor: Tensor, rows: Sequence[int]) -> Parts:
     row_bytes = tensor[0].nbytes if tensor.shape[0] else 0
     if sum(rows) != tensor.shape[0]:
         raise RuntimeError(f"the parts have {sum(rows)} rows together, the tensor {tensor.shape[0]}")
-    sizes = [count * row_bytes for count in rows]
-    return _in_a_row(tensor, tensor.data_ptr(), sizes)
+    return _in_a_row(tensor, tensor.data_ptr(), tuple(count * row_bytes for count in rows))
 
 
 def shares(span: Span, count: int) -> Parts:
     """A stretch in `count` parts: the first ones full, the last ones short or empty."""
     width = -(-span.numel // count) * span.tensor.itemsize
-    sizes = [max(0, min(width, span.nbytes - i * width)) for i in range(count)]
+    sizes = tuple(max(0, min(width, span.nbytes - i * width)) for i in range(count))
     return _in_a_row(span.tensor, span.address, sizes)
 
 
-def _in_a_row(tensor: Tensor, address: int, sizes: list[int]) -> Parts:
-    return Parts((tensor,), [*accumulate(sizes[:-1], initial=address)], sizes)
+def _in_a_row(tensor: Tensor, address: int, sizes: tuple[int, ...]) -> Parts:
+    return Parts((tensor,), address, [*accumulate(sizes[:-1], initial=0)], sizes)
 
 
-def apart(source: Tensor, place: Tensor) -> Tensor:
-    """The source, copied if it shares memory with the tensor that is written to."""
-    return torch.clone(source.data) if overlap(source, place) else source
+def alike(tensor: Tensor, parts: Parts) -> Parts:
+    """A contiguous tensor in such parts as those of another."""
+    return Parts((tensor,), tensor.data_ptr(), parts.offsets, parts.sizes)
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share memory."""
-    first, start = one.data_ptr(), other.data_ptr()
-    return start < first + one.nbytes and first < start + other.nbytes
+def overlap(one: int, one_bytes: int, other: int, other_bytes: int) -> bool:
+    """Whether two stretches, each an address and a length, share memory."""
+    return one < other + other_bytes and other < one + one_bytes

@@ -19,7 +19,7 @@ from fivefold.collectives.shared_memory.mailbox import Inbox, Outbox, receive
 from fivefold.collectives.shared_memory.peers import Directory, Peer, this_host
 from fivefold.collectives.shared_memory.reduction import kind_of
 from fivefold.collectives.shared_memory.segment import Segment
-from fivefold.collectives.shared_memory.span import Parts, apart, each, even, overlap, uneven, whole
+from fivefold.collectives.shared_memory.span import Parts, Span, alike, each, even, overlap, uneven, whole
 
 SLOT_BYTES = 1 << 20
 RING_BYTES = 1 << 22
@@ -178,32 +178,27 @@ class SharedGroup:
     ) -> Operation | None:
         landing = _Landing()
         self._match_each(inputs[0], outputs[0])
-        place = landing.out(outputs[0])
+        place = whole(landing.out(outputs[0]))
         sources = self._kept(each([dense(tensor) for tensor in inputs[0]]), place)
-        return self._reduce_scatter(place, sources, outputs, opts, landing)
-
-    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation | None:
-        landing = _Landing()
-        place, source = landing.out(output), dense(source)
-        sources = even(source, self._collectives.size)
-        _match(place, place.nbytes, source, sources.sizes[0])
-        if overlap(source, place):
-            sources = self._kept(sources, place)
-        return self._reduce_scatter(place, sources, [output], opts, landing)
-
-    def _reduce_scatter(
-        self, place: Tensor, sources: Parts, outputs: list[Tensor], opts: Any, landing: "_Landing"
-    ) -> Operation | None:
-        steps = self._collectives.reduce_scatter(whole(place), sources, kind_of(opts))
+        steps = self._collectives.reduce_scatter(place, sources, kind_of(opts))
         return self._start(steps, outputs, opts, landing)
 
-    def _kept(self, sources: Parts, place: Tensor) -> Parts:
+    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any) -> Operation | None:
+        landing, source = _Landing(), dense(source)
+        place, sources = whole(landing.out(output)), even(source, self._collectives.size)
+        _match(output, place.nbytes, source, sources.sizes[0])
+        if overlap(place.address, place.nbytes, sources.base, sum(sources.sizes)):
+            sources = self._kept(sources, place)
+        steps = self._collectives.reduce_scatter(place, sources, kind_of(opts))
+        return self._start(steps, [output], opts, landing)
+
+    def _kept(self, sources: Parts, place: Span) -> Parts:
         """The sources; copies of those that `place` would be written over before they are sent."""
-        start, stop = place.data_ptr(), place.data_ptr() + place.nbytes
         tensors = sources.vectors()
-        for rank, (address, size) in enumerate(zip(sources.addresses, sources.sizes, strict=True)):
-            overlaps = address < stop and start < address + size
-            if overlaps and (address != start or rank != self._rank):
+        for rank, size in enumerate(sources.sizes):
+            address = sources.address(rank)
+            is_own = rank == self._rank and address == place.address
+            if not is_own and overlap(place.address, place.nbytes, address, size):
                 tensors[rank] = tensors[rank].clone()
         return each(tensors)
 
@@ -229,12 +224,18 @@ class SharedGroup:
     ) -> Operation | None:
         """The splits are in rows of the tensors; empty ones are even."""
         landing, size = _Landing(), self._collectives.size
-        place = landing.out(output)
-        source = apart(dense(source), place)
+        place, source = landing.out(output), dense(source)
         places = uneven(place, output_splits) if output_splits else even(place, size)
-        sources = uneven(source, input_splits) if input_splits else even(source, size)
-        _match(place, places.sizes[self._rank], source, sources.sizes[self._rank])
-        steps = self._collectives.all_to_all(places, sources, even=not output_splits and not input_splits)
+        is_even = not output_splits and not input_splits
+        if is_even:
+            _match(place, place.nbytes, source, source.nbytes)
+            sources = alike(source, places)
+        else:
+            sources = uneven(source, input_splits) if input_splits else even(source, size)
+            _match(place, places.sizes[self._rank], source, sources.sizes[self._rank])
+        if overlap(places.base, sum(places.sizes), sources.base, sum(sources.sizes)):
+            sources = alike(source.data.clone(), sources)
+        steps = self._collectives.all_to_all(places, sources, even=is_even)
         return self._start(steps, [output], opts, landing)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Operation | None:
@@ -290,7 +291,7 @@ class SharedGroup:
         del self._collectives, self._whole  # gloo lets go when it is deleted
 
     def _start(self, steps: Steps, tensors: list[Tensor], opts: Any, landing: "_Landing") -> Operation | None:
-        if landing.pairs:
+        if landing:
             steps = landing.after(steps)
         if getattr(opts, "asyncOp", True):
             return self._lane.start(Operation(self._engine, steps, tensors))
@@ -351,19 +352,16 @@ def _by_host(peers: list[Peer]) -> list[list[int]]:
     return list(hosts.values())
 
 
-class _Landing:
+class _Landing(list[tuple[Tensor, Tensor]]):
     """Where results land whose own memory is not contiguous, until they are copied there."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def out(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor to write instead of this one."""
         if tensor.is_contiguous() and tensor.is_cpu:
             return tensor
         _check_place(tensor)
-        self.pairs.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype)))
-        return self.pairs[-1][1]
+        self.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype)))
+        return self[-1][1]
 
     def inout(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor to read and write instead of this one."""
@@ -375,7 +373,7 @@ class _Landing:
     def after(self, steps: Steps) -> Steps:
         """The steps, then the copies."""
         yield from steps
-        for tensor, place in self.pairs:
+        for tensor, place in self:
             tensor.data.copy_(place)
 
 
