@@ -43,7 +43,7 @@ _LOOP = bytes.fromhex(
 memmove: Copy = ctypes.PYFUNCTYPE(None, *[ctypes.c_void_p] * 3)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
-"""The C library's, called with less ado than through ctypes' own."""
+"""The C library's, called with less ado than through ctypes' own: it keeps the interpreter, and returns nothing."""
 
 
 def copy(to: int, source: int, size: int) -> None:

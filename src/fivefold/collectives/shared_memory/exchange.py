@@ -260,11 +260,7 @@ class Exchange:
         self._segment.set(self._posted[rank], self._step)
 
     def _met(self, ranks: Sequence[int], note: int) -> Iterable[Lack]:
-        """What has to be waited for until those ranks have posted this step.
-
-        Raises:
-            RuntimeError: one of them is in another collective.
-        """
+        """What has to be waited for until those ranks have posted this step."""
         step, words, posted, notes = self._step, self._words, self._posted, self._notes
         for rank in ranks:
             if words[posted[rank]] < step or words[notes[rank]] != note:
@@ -272,7 +268,11 @@ class Exchange:
         return ()
 
     def _wait(self, ranks: Sequence[int], note: int, step: int) -> Iterable[Lack]:
-        """Waits until those ranks have posted that step."""
+        """Waits until those ranks have posted that step.
+
+        Raises:
+            RuntimeError: one of them is in another collective.
+        """
         for rank in ranks:
             if self._words[self._posted[rank]] < step:
                 yield Lack(self._posted[rank], step, rank)

@@ -4,22 +4,14 @@ That is the primitive, the reduction, the root, the type of what is reduced, and
 """
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 
+from fivefold.collectives.record import Primitive
 from fivefold.collectives.shared_memory.reduction import Kind
 
-PRIMITIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "barrier",
-)
+PRIMITIVES: tuple[Primitive, ...] = get_args(Primitive)
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _TYPE_BIT, _ROOT_BIT, _KIND_BIT, _PRIMITIVE_BIT = 40, 44, 56, 60
 _BYTES = (1 << _TYPE_BIT) - 1
@@ -43,7 +35,7 @@ _TYPE_NUMBERS = {dtype: number << _TYPE_BIT for number, dtype in enumerate(_TYPE
 
 
 def note_of(
-    primitive: str, size: int, kind: Kind = Kind.SUM, root: int = 0, dtype: torch.dtype | None = None
+    primitive: Primitive, size: int, kind: Kind = Kind.SUM, root: int = 0, dtype: torch.dtype | None = None
 ) -> int:
     """The note of a call; `root` counts within the segment."""
     numbers = _NUMBERS[primitive] | _TYPE_NUMBERS.get(dtype, 0)
